@@ -1,0 +1,1 @@
+"""Generated: the chapters below it fill this package."""

@@ -8,7 +8,7 @@ from tools.docstrings import to_rst
 
 project = "Octavo"
 author = "The Octavo authors"
-copyright = "The Octavo authors, Apache-2.0"  # noqa: A001
+copyright = "The Octavo authors, Apache-2.0"
 release = "0.1.0"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc"]

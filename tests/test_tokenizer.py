@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -590,6 +591,17 @@ def test_a_half_downloaded_tokeniser_says_what_to_do(tmp_path) -> None:
         file.write_bytes(content)
         with pytest.raises(ModelLoadError, match="fetch them again"):
             Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_class_that_this_transformers_does_not_know_is_no_hindrance(tmp_path) -> None:
+    original = byte_level(chat_template=LLAMA3_STYLE)
+    original._hf.save_pretrained(tmp_path)
+    settings_file = tmp_path / "tokenizer_config.json"
+    known = json.loads(settings_file.read_text())
+    settings_file.write_text(json.dumps(known | {"tokenizer_class": "FromTheFuture"}))
+    opened = Tokenizer.from_pretrained(tmp_path)
+    assert opened.encode_chat(HELLO) == original.encode_chat(HELLO)
+    assert opened.eos_token_id == original.eos_token_id
 
 
 def test_a_tokeniser_that_is_only_python_code_is_refused(tmp_path, monkeypatch) -> None:

@@ -83,7 +83,8 @@ def name_cells(cells: Iterable[Any]) -> Iterator[str]:
 
     The same text gives the same ids; a repeated slug gets `-2`, `-3`, ...
     """
-    section, taken = "top", set()
+    section = "top"
+    taken: set[str] = set()
     for cell in cells:
         heading = (
             HEADING.search(cell["source"]) if cell["cell_type"] == "markdown" else None

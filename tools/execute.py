@@ -42,7 +42,7 @@ def is_skipped(source: str, flags: set[str]) -> bool:
     return never or bool(OPTIONAL & found.keys() - wanted)
 
 
-class _Client(NotebookClient):  # type: ignore[misc]
+class _Client(NotebookClient):
     """A client that passes over the cells which the flags leave out."""
 
     flags: set[str] = set()

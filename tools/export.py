@@ -53,6 +53,7 @@ class ModuleMaker:
             if cell.cell_type == "code":
                 piece = _piece(cell, text, f"chapters/{chapter.name}", id(cell) in public)
                 module.pieces.append(piece)
+        module.pieces.sort(key=lambda piece: piece.order)
 
 
 def _title(text: str, stem: str) -> str:
@@ -63,7 +64,7 @@ def _title(text: str, stem: str) -> str:
 def _piece(cell: Any, text: str, place: str, public: bool) -> Piece:
     source = without_directives(cell.source)
     line = text[: max(text.find(source), 0)].count("\n") + 1
-    return Piece(source, place, line, public)
+    return Piece(source, place, line, public, cell.idx_)
 
 
 def check_directives(notebook: Path) -> None:

@@ -29,6 +29,7 @@ class Piece:
     place: str
     line: int = 1
     public: bool = True
+    order: int = 0
 
     def error(self, problem: str, line: int = 1) -> BookError:
         """An error that names the chapter's file and line."""
@@ -39,7 +40,8 @@ class Piece:
         try:
             return ast.parse(self.source).body
         except SyntaxError as error:
-            raise self.error(f"exported cell is not Python: {error.msg}", error.lineno or 1)
+            problem = f"exported cell is not Python: {error.msg}"
+            raise self.error(problem, error.lineno or 1) from None
 
 
 @dataclass

@@ -9,6 +9,11 @@ import nbformat
 from tools.cells import directives, export_target, without_directives
 from tools.layout import PACKAGE
 
+PLUMBING = {
+    "",
+    "from __future__ import annotations",
+    "from fastcore.basics import patch",
+}
 NOTES = {
     "gpu": "needs a CUDA card",
     "soak": "runs for minutes",
@@ -19,12 +24,14 @@ NOTES = {
 def read_notebook(text: str) -> Any:
     """A notebook for MyST-NB, from the text of an .ipynb file."""
     notebook = nbformat.reads(text, as_version=4)
-    default, cells = None, []
+    default: str | None = None
+    cells: list[Any] = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
             found = directives(cell.source)
-            default = (found.get("default_exp") or [default])[0]
-            cells += [*_badge(cell.source, default), _for_readers(cell)]
+            default = " ".join(found.get("default_exp", [])) or default
+            badge, shown = _badge(cell.source, default), _for_readers(cell)
+            cells += [shown] if "remove-cell" in shown.metadata["tags"] else [*badge, shown]
         else:
             cells.append(cell)
     notebook.cells = cells
@@ -45,11 +52,11 @@ def _badge(source: str, default: str | None) -> list[Any]:
 
 
 def _for_readers(cell: Any) -> Any:
-    """The cell without its directive lines; a cell that is left empty or hidden vanishes."""
+    """The cell without its directive lines; a cell that tells a reader nothing vanishes."""
     found = directives(cell.source)
     cell.source = without_directives(cell.source)
     tags = list(cell.metadata.get("tags", []))
-    if not cell.source.strip() or "hide" in found:
+    if set(cell.source.splitlines()) <= PLUMBING or "hide" in found:
         tags.append("remove-cell")
     if "hide_input" in found or "hide-input" in found:
         tags.append("hide-input")

@@ -51,7 +51,10 @@ FAMILIES = {
     "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3-plain": ("Qwen3Config", {}),
-    "qwen3-biases-tied": ("Qwen3Config", {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-biases-tied": (
+        "Qwen3Config",
+        {"attention_bias": True, "tie_word_embeddings": True},
+    ),
 }
 THETA = 50000.0
 
@@ -90,7 +93,11 @@ def reference_config(family: str, rope: str) -> Any:
         max_position_embeddings=65536,
         rms_norm_eps=1e-5,
         rope_theta=THETA,  # transformers 4
-        **{"rope_parameters" if int(transformers.__version__.split(".")[0]) > 4 else "rope_scaling": scaling},
+        **{
+            "rope_parameters"
+            if int(transformers.__version__.split(".")[0]) > 4
+            else "rope_scaling": scaling
+        },
         bos_token_id=None,
         eos_token_id=None,
         **{"tie_word_embeddings": False, **extra},
@@ -101,7 +108,9 @@ def reference_model(family: str, rope: str, dtype: torch.dtype = torch.float32) 
     """A transformers model whose every parameter is random, biases and norms included."""
     torch.manual_seed(len(family) * 7 + len(rope))
     config = reference_config(family, rope)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa"
+    )
     for name, parameter in model.named_parameters():
         spread = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15)
         parameter.data = spread + (1.0 if name.endswith("norm.weight") else 0.0)
@@ -152,7 +161,9 @@ def test_logits_agree_with_transformers_in_float32(
     assert config.head_dim * config.num_heads != config.hidden_size
     assert config.rope.type == ROPES[rope]["rope_type"]
     for first_position in (0, 8190, 60000):
-        assert relative(*both_logits(reference, model, first_position)) < 5e-6, first_position
+        assert relative(*both_logits(reference, model, first_position)) < 5e-6, (
+            first_position
+        )
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -170,7 +181,9 @@ def test_logits_agree_with_transformers_in_float64(
 
 
 @pytest.mark.parametrize("family", ["llama-biases", "qwen3-plain"])
-def test_bfloat16_is_as_close_to_the_truth_as_transformers(family: str, tmp_path: Path) -> None:
+def test_bfloat16_is_as_close_to_the_truth_as_transformers(
+    family: str, tmp_path: Path
+) -> None:
     """Norms are taken in float32 and rounded where transformers rounds them."""
     exact = reference_model(family, "default", torch.bfloat16)
     exact.save_pretrained(tmp_path)
@@ -230,6 +243,13 @@ def test_table_grows_without_changing_and_follows_dtype() -> None:
     assert grown(positions, torch.bfloat16).cos.dtype == torch.bfloat16
 
 
+def test_off_the_cpu_the_table_has_its_full_length_at_once() -> None:
+    """Reading the largest position would make the host wait for the device."""
+    rotary = RotaryEmbedding(RopeConfig(), 8, 1000)
+    rotation = rotary(torch.zeros(3, dtype=torch.int64, device="meta"), torch.float32)
+    assert rotary.table.size(0) == 1000 and rotation.cos.shape == (3, 1, 8)
+
+
 def test_table_is_built_on_the_cpu_even_inside_a_device_context() -> None:
     with torch.device("meta"):
         rotary = RotaryEmbedding(RopeConfig(), 8, 16)
@@ -266,12 +286,16 @@ def test_attend_is_called_once_a_layer_with_heads_of_the_config(architecture: st
     assert calls == [(i, (2, 4, 32), (2, 2, 32), (2, 2, 32)) for i in range(3)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 def test_build_model_has_the_parameters_of_the_config(dtype: torch.dtype) -> None:
     for architecture in MODELS:
         for tied in (False, True):
             config = tiny_config(
-                architecture, tie_word_embeddings=tied, attention_bias=True,
+                architecture,
+                tie_word_embeddings=tied,
+                attention_bias=True,
                 mlp_bias=architecture == "LlamaForCausalLM",
             )
             parameters = list(build_model(config, dtype).parameters())

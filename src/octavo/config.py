@@ -39,24 +39,21 @@ class ModelLoadError(OctavoError, RuntimeError):
     """Weights or a tokeniser that can't be found or read; names the file and the remedy."""
 
 
-def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Raise `ConfigError` unless `value` is an int with low <= value <= high."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and value >= low and (high is None or value <= high):
-        return
     limits = f">= {low}" if high is None else f"from {low} to {high}"
-    raise ConfigError(f"{name}={value!r}: give a whole number {limits}")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        raise ConfigError(f"{name}={value!r}: give a whole number {limits}")
 
 
-def _require_number(
-    name: str, value: object, low: float, high: float | None = None
-) -> None:
+def _require_number(name: str, value: Any, low: float, high: float | None = None) -> None:
     """Raise `ConfigError` unless low < value (<= high); NaN and infinity never pass."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and low < value < float("inf") and (high is None or value <= high):
-        return
     limits = f"> {low:g}" + (f" and <= {high:g}" if high is not None else "")
-    raise ConfigError(f"{name}={value!r}: give a finite number {limits}")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    inside = number and low < value < float("inf") and (high is None or value <= high)
+    if not inside:
+        raise ConfigError(f"{name}={value!r}: give a finite number {limits}")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -66,6 +63,12 @@ def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
 _ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 
@@ -94,16 +97,16 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         _require_choice("rope type", self.type, ROPE_TYPES)
-        for name in ("theta", "factor", *_ROPE_OPTIONAL):
+        for name in ("theta", "factor", *_ROPE_NEEDS["llama3"], *_ROPE_OPTIONAL):
             if (value := getattr(self, name)) is not None:
                 _require_number(f"rope {name}", value, 0)
         if self.type in ("llama3", "yarn"):
             original = self.original_max_position_embeddings
             _require_int("rope original_max_position_embeddings", original, 1)
-        if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
                 f"rope low_freq_factor={self.low_freq_factor!r}, high_freq_factor="
-                f"{self.high_freq_factor!r}: the first must be above 0 and below the second"
+                f"{self.high_freq_factor!r}: the first must be below the second"
             )
 
     @classmethod
@@ -133,14 +136,6 @@ class RopeConfig:
         return cls(**fields)
 
 
-_ROPE_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (),
-}
-
-
 def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary dictionary of a config.json of either style, with its theta inside."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -155,6 +150,13 @@ def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**top, **{key: value for key, value in given.items() if value is not None}}
 
 
+def _length_ratio(longest: Any, original: Any) -> float:
+    """How many times longer than in pretraining the model's texts may be."""
+    _require_int("rope original_max_position_embeddings", original, 1)
+    _require_int("max_position_embeddings", longest or original, 1)
+    return float((longest or original) / original)
+
+
 def _scaled_rope_fields(
     kind: str, given: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -167,8 +169,7 @@ def _scaled_rope_fields(
     fields = {"original_max_position_embeddings": original}
     if kind == "llama3":
         return fields | {name: given[name] for name in _ROPE_NEEDS["llama3"]}
-    _require_int("rope original_max_position_embeddings", original, 1)
-    fields["factor"] = given.get("factor") or (longest or original) / original
+    fields["factor"] = given.get("factor") or _length_ratio(longest, original)
     fields["truncate"] = bool(given.get("truncate", True))
     return fields | {name: given[name] for name in _ROPE_OPTIONAL if given.get(name)}
 
@@ -286,7 +287,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ModelConfig:
-        """Read `directory`/config.json; `ConfigError` names the file, the cause and the remedy."""
+        """Read `directory`/config.json; `ConfigError` names file, cause and remedy."""
         path = Path(directory) / "config.json"
         config = _read_json(path)
         for name in ("quantize_config.json", "quant_config.json"):
@@ -315,8 +316,8 @@ def _check_heads(config: ModelConfig) -> None:
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
             f"num_heads={config.num_heads} isn't a multiple of num_kv_heads="
-            f"{config.num_kv_heads}: each KV head must serve the same number of query heads; "
-            "check num_attention_heads and num_key_value_heads in config.json"
+            f"{config.num_kv_heads}: each KV head must serve equally many query heads; check "
+            " num_attention_heads and num_key_value_heads in config.json"
         )
     if config.head_dim % 2:
         raise ConfigError(
@@ -346,7 +347,7 @@ _QUANTISED = ("quantization_config", "compression_config", "quantization")
 
 
 def _read_architecture(config: Mapping[str, Any]) -> str:
-    """The first supported name in `architectures`; `model_type` where that list is absent."""
+    """The first supported name in `architectures`; by `model_type` where there is none."""
     names = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
     names = [names] if isinstance(names, str) else names
     for name in names:
@@ -365,8 +366,9 @@ def _refuse_quantised(config: Mapping[str, Any]) -> None:
         if given := config.get(key):
             method = given.get("quant_method") if isinstance(given, Mapping) else given
             raise ConfigError(
-                f"the checkpoint is quantised ({key}, method {method!r}), which Octavo can't "
-                "read; use the original float32, bfloat16 or float16 checkpoint, or a GGUF file"
+                f"the checkpoint is quantised ({key}, method {method!r}), which Octavo "
+                "can't read; use the original float32, bfloat16 or float16 checkpoint, or a "
+                "GGUF file"
             )
 
 
@@ -375,18 +377,19 @@ def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int) -> None:
     kinds = config.get("layer_types") or []
     partial = sorted({str(kind) for kind in kinds} - {"full_attention"})
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    if window and not kinds and config.get("max_window_layers", num_layers) < num_layers:
+    whole_layers = config.get("max_window_layers")
+    if window and not kinds and whole_layers is not None and whole_layers < num_layers:
         partial = [f"sliding_window={window}"]
     if partial:
         raise ConfigError(
-            f"some layers don't attend to the whole past ({', '.join(partial)}); Octavo supports "
-            "full attention in every layer: set use_sliding_window to false if the model allows "
-            "it, or choose another checkpoint"
+            f"some layers don't attend to the whole past ({', '.join(partial)}); Octavo "
+            "supports full attention in every layer: set use_sliding_window to false if the "
+            "model allows it, or choose another checkpoint"
         )
 
 
 def _token_ids(name: str, given: object) -> tuple[int, ...]:
-    """Normalise an id, a list of ids or None to a tuple; `ConfigError` for anything else."""
+    """An id, a list of ids or None as a tuple; `ConfigError` for anything else."""
     ids = () if given is None else given if isinstance(given, (list, tuple)) else (given,)
     for token_id in ids:
         _require_int(name, token_id, 0)
@@ -394,7 +397,7 @@ def _token_ids(name: str, given: object) -> tuple[int, ...]:
 
 
 def _read_dtype(config: Mapping[str, Any]) -> str:
-    """The checkpoint's dtype (`torch_dtype`, or `dtype` since 4.56); absent means float32."""
+    """The checkpoint's dtype: `dtype` (newer) or `torch_dtype`; absent means float32."""
     given = config.get("dtype") or config.get("torch_dtype") or "float32"
     return str(given).removeprefix("torch.")
 

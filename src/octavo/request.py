@@ -224,7 +224,7 @@ class ScheduledRequest(NamedTuple):
     row: int
     start: int
     """Tokens computed before this step."""
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which has no use here
     samples: bool
     """Does it reach the request's last token, so that a new one is sampled?"""
     new_block_ids: tuple[int, ...]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tools.layout import Book
+
+ROOT = Path(__file__).resolve().parents[2]
 
 CHAPTER = '''\
 # 1. Boxes

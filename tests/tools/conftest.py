@@ -10,9 +10,7 @@ import pytest
 from tools.book import build
 from tools.layout import Book
 
-from bookkit import CHAPTER
-
-ROOT = Path(__file__).resolve().parents[2]
+from bookkit import CHAPTER, ROOT
 
 
 @pytest.fixture

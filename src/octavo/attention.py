@@ -1,0 +1,186 @@
+"""Chapter 07, The forward pass.
+
+Generated from chapters/07_forward_pass.md; edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.batch import AttentionMetadata
+
+__all__ = [
+    "dense_attention",
+    "Attend",
+    "PagedCache",
+    "AttentionBackend",
+    "store_kv",
+    "TorchAttention",
+]
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one sequence: the reference for every backend.
+
+    q [n, num_heads, head_dim] are the last n of the m tokens in k, v [m, num_kv_heads, head_dim];
+    returns [n, num_heads, head_dim]. Computes in the dtype it is given: use float64.
+    """
+    n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * q.shape[-1] ** -0.5
+    hidden = torch.ones(n, m, dtype=torch.bool, device=q.device).triu(m - n + 1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hnm,mhd->nhd", weights, v)
+
+
+class Attend(Protocol):
+    """One step's attention, as the layers of a model call it."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v [T, num_kv_heads, head_dim] in the layer's cache and attend with
+        q [T, num_heads, head_dim] over each sequence's cached tokens; returns the shape of q."""
+        ...
+
+
+class PagedCache(Protocol):
+    """Keys and values by layer (chapter 08 allocates them)."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """k and v, each [num_blocks + 1, block_size, num_kv_heads, head_dim]."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention over a paged cache."""
+
+    def bind(self, cache: PagedCache, metadata: AttentionMetadata) -> Attend:
+        """Prepare one step; what all layers share is computed here, once."""
+        ...
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Write k, v [T, num_kv_heads, head_dim] to `slots` int64 [T] of a layer's paged cache."""
+    k_cache.flatten(0, 1).index_copy_(0, slots, k)
+    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+
+
+class _Bucket(NamedTuple):
+    """Decodes of similar length."""
+
+    members: Tensor
+    """int64 [B]: their places in the batch."""
+    blocks: Tensor
+    """int64 [B * W]: their block tables, one after the other."""
+    mask: Tensor
+    """bool [B, 1, 1, W * block_size]: which keys exist."""
+
+
+def _bucketed(block_counts: Iterable[int]) -> list[list[int]]:
+    """Indices grouped by the power of two that holds their count."""
+    buckets: dict[int, list[int]] = {}
+    for index, count in enumerate(block_counts):
+        buckets.setdefault((count - 1).bit_length(), []).append(index)
+    return list(buckets.values())
+
+
+class _Prefill(NamedTuple):
+    """One sequence with more than one token in this step."""
+
+    tokens: slice
+    length: int
+    """Keys to attend to."""
+    blocks: Tensor | None
+    """int64 block ids, when there is context in the cache."""
+    mask: Tensor | None
+    """bool [tokens, length]; None: plain causal."""
+
+
+class TorchAttention:
+    """The plain `AttentionBackend`: PyTorch only, any device, dtype, block and head size."""
+
+    def bind(self, cache: PagedCache, metadata: AttentionMetadata) -> Attend:
+        """See `AttentionBackend.bind`."""
+        return _TorchStep(cache, metadata)
+
+
+class _TorchStep:
+    """One step of `TorchAttention`."""
+
+    def __init__(self, cache: PagedCache, metadata: AttentionMetadata) -> None:
+        self.cache = cache
+        self.slots = metadata.slot_mapping
+        self.block_size = cache.layer(0)[0].shape[1]
+        self.decodes = self._decodes(metadata)
+        self.prefills = list(self._prefills(metadata))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_cache, v_cache = self.cache.layer(layer)
+        store_kv(k, v, k_cache, v_cache, self.slots)
+        out = torch.empty_like(q)
+        for bucket in self.decodes:
+            out[bucket.members] = _decode(q[bucket.members], k_cache, v_cache, bucket)
+        for part in self.prefills:
+            if part.blocks is None:
+                keys, values = k[part.tokens], v[part.tokens]
+            else:
+                keys, values = (
+                    c.index_select(0, part.blocks).flatten(0, 1)[: part.length]
+                    for c in (k_cache, v_cache)
+                )
+            out[part.tokens] = _prefill(q[part.tokens], keys, values, part.mask)
+        return out
+
+    def _decodes(self, metadata: AttentionMetadata) -> list[_Bucket]:
+        lengths = metadata.seqlens_k[: metadata.num_decodes]
+        counts = [-(-length // self.block_size) for length in lengths]
+        buckets = []
+        for indices in _bucketed(counts):
+            width, device = max(counts[i] for i in indices), self.slots.device
+            members = torch.tensor(indices, device=device)
+            ends = torch.tensor([lengths[i] for i in indices], device=device)
+            mask = torch.arange(width * self.block_size, device=device) < ends[:, None]
+            blocks = metadata.block_table[members, :width].flatten().long()
+            buckets.append(_Bucket(members, blocks, mask[:, None, None]))
+        return buckets
+
+    def _prefills(self, metadata: AttentionMetadata) -> Iterable[_Prefill]:
+        begin = metadata.num_decodes
+        for index in range(metadata.num_decodes, len(metadata.seqlens_q)):
+            count, length = metadata.seqlens_q[index], metadata.seqlens_k[index]
+            tokens, begin = slice(begin, begin + count), begin + count
+            blocks = mask = None
+            if length > count:
+                width = -(-length // self.block_size)
+                blocks = metadata.block_table[index, :width].long()
+                ones = torch.ones(count, length, dtype=torch.bool, device=self.slots.device)
+                mask = ones.tril(length - count)
+            yield _Prefill(tokens, length, blocks, mask)
+
+
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: _Bucket) -> Tensor:
+    """q [B, num_heads, head_dim]; the group of heads of one key head plays the queries."""
+    batch, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    k, v = (
+        cache.index_select(0, bucket.blocks)
+        .view(batch, -1, num_kv_heads, head_dim)
+        .transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
+    queries = q.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=bucket.mask)
+    return out.reshape(batch, num_heads, head_dim)
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q [n, num_heads, head_dim] over k, v [m, num_kv_heads, head_dim]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return out[0].transpose(0, 1)

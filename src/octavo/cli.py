@@ -1,0 +1,557 @@
+"""Appendix C, C The command line.
+
+Generated from chapters/c_measuring.md; edit there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from octavo.config import OctavoError
+from octavo.engine import CompletionOutput, RequestDelta, refusal
+from octavo.request import RequestError, SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+
+__all__ = [
+    "Job",
+    "make_job",
+    "read_jobs",
+    "Screen",
+    "TypedScreen",
+    "LineScreen",
+    "JsonScreen",
+    "PanelScreen",
+    "serve",
+    "make_parser",
+    "run_command",
+    "chat_loop",
+    "demo_jobs",
+    "demo_command",
+    "demo_table",
+    "main",
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt on its way through the command."""
+
+    name: str
+    messages: Sequence[Mapping[str, Any]] = ()
+    """A conversation, or empty."""
+    prompt: str | None = None
+    """Text to be continued as it is, if it is no conversation."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    error: str | None = None
+    """Why it can't be served."""
+
+    @property
+    def title(self) -> str:
+        """One line to recognise it by."""
+        text = self.prompt if self.prompt is not None else ""
+        if self.messages:
+            text = str(self.messages[-1].get("content", ""))
+        line = " ".join(text.split())
+        return line if len(line) <= 72 else line[:71] + "…"
+
+
+def make_job(
+    name: str,
+    text: str,
+    params: SamplingParams,
+    system: str | None = None,
+    raw: bool = False,
+) -> Job:
+    """A job for one text: a chat of one message, or with `raw` the text itself."""
+    if raw:
+        return Job(name, prompt=text, params=params)
+    head = [{"role": "system", "content": system}] if system is not None else []
+    return Job(name, [*head, {"role": "user", "content": text}], params=params)
+
+
+def read_jobs(
+    lines: Iterable[str], params: SamplingParams, system: str | None, raw: bool
+) -> list[Job]:
+    """Jobs from JSON lines.
+
+    A line is a string, or an object with "prompt" (text) or "messages" (a conversation),
+    and optionally "id" and any field of `SamplingParams`. Blank lines are skipped.
+    """
+    jobs = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                jobs.append(_read_job(str(number), line, params, system, raw))
+            except (ValueError, TypeError) as error:
+                jobs.append(Job(str(number), error=f"line {number}: {error}"))
+    return jobs
+
+
+def _read_job(
+    name: str, line: str, params: SamplingParams, system: str | None, raw: bool
+) -> Job:
+    entry = json.loads(line)
+    if isinstance(entry, str):
+        return make_job(name, entry, params, system, raw)
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+        raise ValueError(
+            'expected a string, or an object with either "prompt" or "messages"'
+        )
+    fields = {f.name for f in dataclasses.fields(SamplingParams)}
+    if unknown := set(entry) - fields - {"prompt", "messages", "id"}:
+        raise ValueError(
+            f"unknown field {min(unknown)!r}; there are {', '.join(sorted(fields))}"
+        )
+    params = dataclasses.replace(params, **{k: v for k, v in entry.items() if k in fields})
+    name = str(entry.get("id", name))
+    if "messages" in entry:
+        return Job(name, entry["messages"], params=params)
+    if not isinstance(entry["prompt"], str):
+        raise ValueError('"prompt" must be text')
+    return make_job(name, entry["prompt"], params, system, raw)
+
+
+class Screen(Protocol):
+    """Something that shows answers."""
+
+    def start(self, jobs: Sequence[Job]) -> None: ...
+    def show(self, delta: RequestDelta) -> None: ...
+    def stop(self) -> None: ...
+
+
+class TypedScreen:
+    """One answer, typed out as it comes."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Nothing to prepare."""
+
+    def show(self, delta: RequestDelta) -> None:
+        """Add the new text."""
+        self.out.write(delta.text)
+        self.out.flush()
+
+    def stop(self) -> None:
+        """End the line."""
+        self.out.write("\n")
+
+
+class LineScreen:
+    """Several answers in a pipe: whole lines, each with its request's name."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+        self.rest: dict[tuple[str, int], str] = {}
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Nothing to prepare."""
+
+    def show(self, delta: RequestDelta) -> None:
+        """Print the lines that are complete."""
+        key = delta.request_id, delta.index
+        *lines, rest = (self.rest.get(key, "") + delta.text).split("\n")
+        if delta.finished is not None and rest:
+            lines, rest = [*lines, rest], ""
+        self.rest[key] = rest
+        for line in lines:
+            self.out.write(f"[{delta.request_id}] {line}\n")
+        self.out.flush()
+
+    def stop(self) -> None:
+        """Nothing is held back."""
+
+
+class JsonScreen:
+    """One JSON object a finished answer."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Nothing to prepare."""
+
+    def show(self, delta: RequestDelta) -> None:
+        """Print an answer that is complete."""
+        if (done := delta.finished) is None:
+            return
+        record = {
+            "id": delta.request_id,
+            "index": delta.index,
+            "text": done.text,
+            "finish_reason": done.finish_reason,
+            "output_tokens": len(done.token_ids),
+            "error": done.error,
+        }
+        self.out.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.out.flush()
+
+    def stop(self) -> None:
+        """Nothing is held back."""
+
+
+class PanelScreen:
+    """Several answers on a terminal: a panel each, and a bar for all of them."""
+
+    def __init__(self, console: Console) -> None:
+        self.live = Live(console=console, refresh_per_second=8, vertical_overflow="visible")
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        self.bar = Progress(*columns, console=console)
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Draw the empty panels."""
+        self.titles = {job.name: job.title for job in jobs}
+        self.texts = {(job.name, 0): Text() for job in jobs}
+        self.task = self.bar.add_task("answers", total=sum(job.params.n for job in jobs))
+        self.live.start()
+
+    def show(self, delta: RequestDelta) -> None:
+        """Add the new text to its panel."""
+        text = self.texts.setdefault((delta.request_id, delta.index), Text())
+        text.append(delta.text)
+        if delta.finished is not None:
+            self.bar.advance(self.task)
+        self.live.update(self._render())
+
+    def _render(self) -> RenderableType:
+        panels = [
+            Panel(text, title=f"[{name}] {self.titles[name]}", title_align="left")
+            for (name, _), text in self.texts.items()
+        ]
+        return Group(*panels, self.bar)
+
+    def stop(self) -> None:
+        """Leave the panels as they are, without the bar."""
+        self.bar.update(self.task, visible=False)
+        self.live.stop()
+
+
+def serve(
+    llm: LLM, jobs: Sequence[Job], screen: Screen, errors: TextIO
+) -> dict[str, list[CompletionOutput]]:
+    """Answer all jobs together; returns the finished answers by name."""
+    names = _unique([job.name for job in jobs])
+    jobs = [
+        dataclasses.replace(job, name=name) for job, name in zip(jobs, names, strict=True)
+    ]
+    answers: dict[str, list[CompletionOutput]] = {name: [] for name in names}
+    screen.start(jobs)
+    try:
+        for delta in _deltas(llm, jobs):
+            screen.show(delta)
+            if delta.finished is not None:
+                answers[delta.request_id].append(delta.finished)
+    finally:
+        screen.stop()
+    for name, done in answers.items():
+        for error in (answer.error for answer in done if answer.error is not None):
+            errors.write(f"octavo: prompt {name}: {error}\n")
+    return answers
+
+
+def _deltas(llm: LLM, jobs: Iterable[Job]) -> Iterator[RequestDelta]:
+    """The refusals first, then what the engine says of the others."""
+    prompts, params, names = [], [], []
+    for job in jobs:
+        try:
+            prompts.append(_encode(llm, job))
+        except RequestError as error:
+            yield RequestDelta(job.name, 0, "", (), refusal(error))
+        else:
+            params.append(job.params)
+            names.append(job.name)
+    yield from llm.stream(prompts, params, names)
+
+
+def _encode(llm: LLM, job: Job) -> list[int]:
+    """Token ids of a job; `RequestError` if it has none."""
+    if job.error is not None:
+        raise RequestError(job.error)
+    if job.prompt is not None:
+        return llm.tokenizer.encode(job.prompt)
+    return llm.tokenizer.encode_chat(job.messages)
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    """Names with "-2", "-3" behind those that come again."""
+    taken: list[str] = []
+    for name in names:
+        fresh, count = name, 1
+        while fresh in taken:
+            count += 1
+            fresh = f"{name}-{count}"
+        taken.append(fresh)
+    return taken
+
+
+_ENGINE_OPTIONS = {
+    "device": (
+        str,
+        "where to run: auto, cpu, cuda or cuda:1 (default: a GPU if there is one)",
+    ),
+    "dtype": (str, "number format: auto, float32, bfloat16, float16"),
+    "max_model_len": (int, "longest prompt plus answer, in tokens"),
+    "max_num_seqs": (int, "most requests that run at the same time"),
+    "max_num_batched_tokens": (int, "most tokens computed in one step"),
+    "block_size": (int, "tokens in one block of the KV cache"),
+    "num_kv_blocks": (int, "blocks in the KV cache, instead of sizing it by memory"),
+}
+_SAMPLING_OPTIONS = {
+    "max_tokens": (int, "longest answer, in tokens (default 256)"),
+    "temperature": (
+        float,
+        "0 always takes the likeliest token; higher is more varied (default 1)",
+    ),
+    "top_k": (int, "choose among the k likeliest tokens only"),
+    "top_p": (float, "choose among the likeliest tokens that make up this probability"),
+    "seed": (int, "makes the answer repeatable"),
+    "n": (int, "answers to each prompt"),
+}
+
+
+def _add_options(
+    parser: argparse._ArgumentGroup, options: Mapping[str, tuple[type, str]]
+) -> None:
+    for name, (kind, text) in options.items():
+        parser.add_argument(
+            "--" + name.replace("_", "-"), type=kind, metavar="X", help=text
+        )
+
+
+def _given(args: argparse.Namespace, options: Iterable[str]) -> dict[str, Any]:
+    values = {name: getattr(args, name) for name in options}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+_RUN_HELP = """\
+Answer one or more prompts with a model.
+
+MODEL is one of
+  smollm2-135m                a small chat model, fetched once (100 MB), no account needed
+  path/to/directory           config.json, *.safetensors and tokenizer files
+  path/to/file.gguf           a GGUF file (llama or qwen3)
+  owner/name                  a model of the Hugging Face Hub
+
+examples:
+  octavo run smollm2-135m                              chat in the terminal
+  octavo run smollm2-135m -p "Why is the sky blue?"
+  octavo run smollm2-135m -p "One?" -p "Two?"          both at once
+  octavo run smollm2-135m --file prompts.jsonl --json > answers.jsonl
+  echo "Explain rain." | octavo run smollm2-135m
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the `octavo` command, with the subcommands of installed appendices."""
+    parser = argparse.ArgumentParser(prog="octavo", description="An LLM inference engine.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_demo(commands)
+    for point in entry_points(group="octavo.commands"):
+        point.load()(commands)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    run = commands.add_parser(
+        "run", help="answer prompts, or chat", description=_RUN_HELP, formatter_class=raw
+    )
+    run.set_defaults(run=run_command)
+    run.add_argument("model", metavar="MODEL", help="see above")
+    what = run.add_argument_group("what to answer")
+    what.add_argument(
+        "-p", "--prompt", action="append", default=[], help="a prompt; repeat for more"
+    )
+    what.add_argument(
+        "--file", type=Path, help='JSON lines: "text", or {"prompt": "text", ...}'
+    )
+    what.add_argument("--system", help="a system prompt for every chat")
+    what.add_argument(
+        "--raw", action="store_true", help="continue the text; no chat template"
+    )
+    what.add_argument("--json", action="store_true", help="print answers as JSON lines")
+    how = run.add_argument_group("how to sample")
+    _add_options(how, _SAMPLING_OPTIONS)
+    how.add_argument("--stop", action="append", default=[], help="text that ends an answer")
+    how.add_argument(
+        "--ignore-eos", action="store_true", help="go on past the model's own end"
+    )
+    _add_options(run.add_argument_group("the engine"), _ENGINE_OPTIONS)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """`octavo run`; returns the exit status: 1 if any prompt could not be answered."""
+    from octavo.llm import LLM
+
+    params = SamplingParams(
+        **_given(args, _SAMPLING_OPTIONS), stop=args.stop, ignore_eos=args.ignore_eos
+    )
+    jobs = _collect_jobs(args, params)
+    with LLM(args.model, **_given(args, _ENGINE_OPTIONS)) as llm:
+        if not jobs:
+            return chat_loop(llm, params, args.system)
+        answers = serve(llm, jobs, _choose_screen(args, jobs), sys.stderr)
+    return int(any(answer.error for done in answers.values() for answer in done))
+
+
+def _collect_jobs(args: argparse.Namespace, params: SamplingParams) -> list[Job]:
+    texts = list(args.prompt)
+    if not texts and args.file is None and not sys.stdin.isatty():
+        texts = [sys.stdin.read()]
+    jobs = [
+        make_job(str(i), t, params, args.system, args.raw) for i, t in enumerate(texts, 1)
+    ]
+    if args.file is not None:
+        try:
+            lines = args.file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OctavoError(f"{args.file} can't be read: {error}") from error
+        jobs += read_jobs(lines, params, args.system, args.raw)
+        if not jobs:
+            raise OctavoError(f"{args.file} has no prompts; give one JSON value a line")
+    return jobs
+
+
+def _choose_screen(args: argparse.Namespace, jobs: Sequence[Job]) -> Screen:
+    if args.json:
+        return JsonScreen(sys.stdout)
+    if len(jobs) == 1 and jobs[0].params.n == 1:
+        return TypedScreen(sys.stdout)
+    return PanelScreen(Console()) if sys.stdout.isatty() else LineScreen(sys.stdout)
+
+
+def chat_loop(llm: LLM, params: SamplingParams, system: str | None) -> int:
+    """A conversation at the terminal, until an empty line or the end of the input."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    print("An empty line ends the conversation.", file=sys.stderr)
+    while text := _ask():
+        messages.append({"role": "user", "content": text})
+        answers = serve(
+            llm, [Job("1", messages, params=params)], TypedScreen(sys.stdout), sys.stderr
+        )
+        if answers["1"][0].error is None:
+            messages.append({"role": "assistant", "content": answers["1"][0].text})
+        else:
+            messages.pop()
+    return 0
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+_DEMO_SYSTEM = "You are a helpful librarian. Answer in two or three short sentences."
+_DEMO_TEXT = """\
+A lending library has one long shelf and many readers. In the first year the librarian gave every reader a stretch of \
+shelf as long as the longest reading list allowed. Most readers borrowed three books. The shelf was full of gaps, and new \
+readers were turned away although half of it stood empty. In the second year the librarian cut the shelf into short boards, \
+each for sixteen books, and gave readers one board at a time. A card for each reader listed the boards in order, so the \
+books of one reader could stand anywhere. When a board was full, the reader got another one; when a reader left, all their \
+boards were free at once, whatever their neighbours did. The only space lost was the unfilled end of each reader's last \
+board. In the third year the librarian noticed that many readers began with the same twenty books. So the boards with those \
+books were put up once, and the cards of all these readers named the same boards. A board came down only when the last \
+card that named it was gone, and not even then, as long as nobody needed the room: the next reader with the same list would \
+find it still standing."""
+
+
+def demo_jobs() -> list[Job]:
+    """Three chats: two share a system prompt, one is long."""
+    params = SamplingParams(temperature=0, max_tokens=96)
+    question = f"{_DEMO_TEXT}\n\nWhy did the librarian cut the shelf into short boards?"
+    return [
+        make_job("1", "Which planet is the largest?", params, _DEMO_SYSTEM),
+        make_job("2", "Why do we have seasons?", params, _DEMO_SYSTEM),
+        make_job("3", question, params),
+    ]
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo", help="answer three chats together and show what happened"
+    )
+    demo.add_argument("model", nargs="?", default="smollm2-135m", metavar="MODEL")
+    demo.set_defaults(run=demo_command)
+    _add_options(demo.add_argument_group("the engine"), _ENGINE_OPTIONS)
+
+
+def demo_command(args: argparse.Namespace) -> int:
+    """`octavo demo`."""
+    from octavo.llm import LLM
+
+    jobs, console = demo_jobs(), Console()
+    with LLM(args.model, show_progress=True, **_given(args, _ENGINE_OPTIONS)) as llm:
+        screen = PanelScreen(console) if sys.stdout.isatty() else LineScreen(sys.stdout)
+        answers = serve(llm, jobs, screen, sys.stderr)
+        console.print(demo_table(answers))
+        console.print(_demo_summary(llm))
+    return int(any(answer.error for done in answers.values() for answer in done))
+
+
+def demo_table(answers: Mapping[str, Sequence[CompletionOutput]]) -> Table:
+    """Tokens and times by request."""
+    table = Table("request", title="what the engine did", title_justify="left")
+    for name in ("prompt tokens", "output tokens", "first token", "tokens/s", "ended by"):
+        table.add_column(name, justify="right")
+    for name, done in answers.items():
+        for answer in done:
+            table.add_row(name, *_demo_cells(answer))
+    return table
+
+
+def _demo_cells(answer: CompletionOutput) -> list[str]:
+    metrics, count = answer.metrics, len(answer.token_ids)
+    if metrics is None or metrics.first_token_time is None:
+        return ["", str(count), "", "", answer.finish_reason]
+    seconds = metrics.finished_time - metrics.first_token_time
+    rate = f"{(count - 1) / seconds:.1f}" if count > 1 and seconds > 0 else "-"
+    first = f"{metrics.time_to_first_token:.2f} s"
+    return [str(metrics.num_prompt_tokens), str(count), first, rate, answer.finish_reason]
+
+
+def _demo_summary(llm: LLM) -> str:
+    scheduler, stats = llm.scheduler, llm.engine.stats
+    blocks = scheduler.allocator
+    return (
+        f"{stats.num_steps} steps, {stats.num_output_tokens} tokens; at most "
+        f"{scheduler.max_used_blocks} of {blocks.num_blocks} KV blocks of {blocks.block_size} "
+        f"tokens in use; {llm.parts.dtype} on {llm.parts.device}".replace("torch.", "")
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `octavo` command; returns the exit status."""
+    logging.basicConfig(format="octavo: %(message)s", stream=sys.stderr)
+    logging.getLogger("octavo").setLevel(logging.INFO)
+    args = make_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except OctavoError as error:
+        print(f"octavo: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("octavo: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,408 @@
+"""Chapter 02, The life of a request.
+
+Generated from chapters/02_request_lifecycle.md; edit there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from octavo.request import (
+    FinishReason,
+    Plan,
+    Progress,
+    Request,
+    RequestError,
+    Runner,
+    SamplingParams,
+    SchedulerLike,
+    StepResult,
+)
+from octavo.tokenizer import Detokenizer, StopChecker
+
+__all__ = [
+    "RequestMetrics",
+    "CompletionOutput",
+    "refusal",
+    "RequestDelta",
+    "TextCodec",
+    "Answer",
+    "EngineStats",
+    "Engine",
+    "expand_params",
+]
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Times are the engine's clock, in seconds; None where a request never got that far."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first output token."""
+        if self.first_token_time is None:
+            return None
+        return self.first_token_time - self.arrival_time
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One finished answer."""
+
+    index: int
+    """Which of the `n` answers."""
+    text: str
+    token_ids: list[int]
+    """The sampled ids, the one that ended it included."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    """The stop id or stop string; None for the model's own end of sequence."""
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    """What went wrong, when `finish_reason` is "error"."""
+
+
+def refusal(error: RequestError) -> CompletionOutput:
+    """The answer to a prompt that can't be served: no text, and the reason."""
+    return CompletionOutput(0, "", [], FinishReason.ERROR, error=str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What one step added to one answer."""
+
+    request_id: str
+    index: int
+    text: str
+    """New text that no later token can change."""
+    token_ids: Sequence[int]
+    finished: CompletionOutput | None = None
+
+
+class TextCodec(Protocol):
+    """What the engine needs of a tokeniser."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class Answer:
+    """The output side of one request: text so far, and where a stop string cut it."""
+
+    def __init__(self, request: Request, codec: TextCodec, arrival_time: float) -> None:
+        params = request.sampling_params
+        self.request = request
+        self.detokenizer = Detokenizer(
+            codec, skip_special_tokens=params.skip_special_tokens
+        )
+        self.stops = StopChecker(params.stop, params.include_stop_str_in_output)
+        self.pieces: list[str] = []
+        self.num_tokens = 0
+        self.arrival_time = arrival_time
+        self.first_token_time: float | None = None
+
+    def push(self, token_ids: Sequence[int], now: float) -> None:
+        """Take sampled tokens in; those behind a stop string are ignored."""
+        if token_ids and self.first_token_time is None:
+            self.first_token_time = now
+        for token_id in token_ids:
+            self.num_tokens += 1
+            if not self._is_silent(token_id):
+                self.pieces.append(self.stops.push(self.detokenizer.push(token_id)))
+            if self.stops.matched is not None:
+                return
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Is this the id that ended the answer? It is reported, but is no part of the text."""
+        request, params = self.request, self.request.sampling_params
+        ended = request.finish_reason is FinishReason.STOP
+        last = self.num_tokens == request.num_output_tokens
+        return ended and last and not params.include_stop_str_in_output
+
+    def close(self) -> None:
+        """The end: release what was held back for a character or a stop string."""
+        if self.stops.matched is None:
+            self.pieces.append(self.stops.push(self.detokenizer.flush()))
+        if self.stops.matched is None:
+            self.pieces.append(self.stops.flush())
+
+    def completion(self, now: float, error: str | None = None) -> CompletionOutput:
+        """The whole answer, once it has ended."""
+        request = self.request
+        metrics = RequestMetrics(
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            num_preemptions=request.num_preemptions,
+            arrival_time=self.arrival_time,
+            first_token_time=self.first_token_time,
+            finished_time=now,
+        )
+        return CompletionOutput(
+            index=request.sample_index,
+            text="".join(self.pieces),
+            token_ids=request.output_token_ids,
+            finish_reason=request.finish_reason or FinishReason.ERROR,
+            stop_reason=request.stop_reason,
+            metrics=metrics,
+            error=error,
+        )
+
+
+@dataclass
+class EngineStats:
+    """Counted since the engine was made."""
+
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    """Tokens run through the model, recomputations included."""
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Engine:
+    """Takes requests in, runs steps, gives text out.
+
+    `vocab_size` bounds the token ids of prompts. `seed` makes requests without a seed of
+    their own repeatable; None draws fresh ones. `clock` returns seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerLike,
+        runner: Runner,
+        codec: TextCodec,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        seed: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.codec = codec
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.clock = clock
+        self.stats = EngineStats()
+        self._random = random.Random(secrets.randbits(64) if seed is None else seed)
+        self._counter = itertools.count()
+        self._answers: dict[Request, Answer] = {}
+        self._groups: dict[str, list[Request]] = {}
+        self._inboxes: dict[str, deque[RequestDelta]] = {}
+        self._unsent: list[RequestDelta] = []
+
+    def step(self) -> list[RequestDelta]:
+        """Run one step; returns what it added, answer by answer."""
+        plan = self.scheduler.schedule()
+        try:
+            result = self.runner.execute(plan) if plan.entries else StepResult(())
+        except BaseException as error:
+            self._give_up(self.scheduler.fail(plan), error)
+            raise
+        self._count(plan)
+        return self._deliver(self.scheduler.update(plan, result))
+
+    def _count(self, plan: Plan) -> None:
+        self.stats.num_steps += 1
+        self.stats.num_computed_tokens += plan.num_tokens
+        self.stats.num_preemptions += len(plan.preempted)
+
+    def _deliver(self, progress: Iterable[Progress]) -> list[RequestDelta]:
+        now = self.clock()
+        for request, token_ids in progress:
+            self.stats.num_output_tokens += len(token_ids)
+            self._post(self._advance(self._answers[request], token_ids, now))
+        deltas, self._unsent = self._unsent, []
+        return deltas
+
+    def _post(self, delta: RequestDelta) -> None:
+        """Send with the next delivery, and to the stream that waits for it, if one does."""
+        self._unsent.append(delta)
+        if (inbox := self._inboxes.get(delta.request_id)) is not None:
+            inbox.append(delta)
+
+    def _advance(
+        self, answer: Answer, token_ids: Sequence[int], now: float
+    ) -> RequestDelta:
+        request, sent = answer.request, len(answer.pieces)
+        before = answer.num_tokens
+        answer.push(token_ids, now)
+        if request.is_finished:
+            answer.close()
+        if answer.stops.matched is not None:
+            self.scheduler.finish(request, answer.num_tokens, answer.stops.matched)
+        kept = token_ids[: answer.num_tokens - before]
+        text = "".join(answer.pieces[sent:])
+        finished = self._retire(answer, now) if request.is_finished else None
+        return RequestDelta(request.request_id, request.sample_index, text, kept, finished)
+
+    def _retire(
+        self, answer: Answer, now: float, error: str | None = None
+    ) -> CompletionOutput:
+        request = answer.request
+        del self._answers[request]
+        group = self._groups[request.request_id]
+        group.remove(request)
+        if not group:
+            del self._groups[request.request_id]
+        return answer.completion(now, error)
+
+    def _give_up(self, requests: Iterable[Request], error: BaseException) -> None:
+        """Queue the last word on requests whose step broke; the next delivery sends it."""
+        for request in requests:
+            if (answer := self._answers.get(request)) is None:
+                continue
+            message = f"the step that held it failed: {type(error).__name__}: {error}"
+            finished = self._retire(answer, self.clock(), message)
+            self._post(
+                RequestDelta(request.request_id, request.sample_index, "", (), finished)
+            )
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt (text or token ids); returns its id. Raises `RequestError`."""
+        params = sampling_params or SamplingParams()
+        name = self._new_id() if request_id is None else request_id
+        if name in self._groups:
+            raise RequestError(f"request id {name!r} is in use; choose another")
+        token_ids = self._encode(prompt)
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        group = [
+            Request(name, list(token_ids), params, self._eos_for(params), seed, index)
+            for index in range(params.n)
+        ]
+        self._enqueue(name, group)
+        return name
+
+    def _new_id(self) -> str:
+        return next(name for name in map(str, self._counter) if name not in self._groups)
+
+    def _eos_for(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset() if params.ignore_eos else self.eos_token_ids
+
+    def _enqueue(self, name: str, group: list[Request]) -> None:
+        """All `n` samples, or none: a refusal of one takes the others back out."""
+        try:
+            for request in group:
+                self.scheduler.add(request)
+        except RequestError:
+            for request in group:
+                self.scheduler.abort(request)
+            raise
+        now = self.clock()
+        self._groups[name] = list(group)
+        self._answers.update((r, Answer(r, self.codec, now)) for r in group)
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        token_ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not token_ids:
+            raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+                raise RequestError(
+                    f"a prompt is text or a list of token ids, not {token_id!r}"
+                )
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1});"
+                    " was it made by another model's tokeniser?"
+                )
+        return [int(token_id) for token_id in token_ids]
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it stands. False if there is none of that id (any more)."""
+        group = list(self._groups.get(request_id, ()))
+        for request in group:
+            self.scheduler.abort(request)
+            answer = self._answers[request]
+            answer.close()
+            finished = self._retire(answer, self.clock())
+            self._post(RequestDelta(request_id, request.sample_index, "", (), finished))
+        return bool(group)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Is there anything left to run, or to tell?"""
+        return bool(self._answers or self._unsent)
+
+    def stream(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_ids: Sequence[str] | None = None,
+    ) -> Iterator[RequestDelta]:
+        """Serve prompts together and yield each new piece of text as it comes.
+
+        Closing the iterator early aborts what is unfinished. The ids default to "0", "1", ...,
+        counted over the engine's life.
+        """
+        params = expand_params(sampling_params, len(prompts))
+        names = (
+            [self._new_id() for _ in prompts] if request_ids is None else list(request_ids)
+        )
+        if len(names) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(names)} request ids")
+        inbox: deque[RequestDelta] = deque()
+        try:
+            for prompt, param, name in zip(prompts, params, names, strict=True):
+                self._submit(prompt, param, name, inbox)
+            yield from self._drain(names, inbox)
+        finally:
+            for name in names:
+                self._inboxes.pop(name, None)
+                self.abort(name)
+            self._unsent = [d for d in self._unsent if d.request_id not in set(names)]
+
+    def _submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        name: str,
+        inbox: deque[RequestDelta],
+    ) -> None:
+        try:
+            self.add_request(prompt, params, name)
+            self._inboxes[name] = inbox
+        except RequestError as error:
+            inbox.append(RequestDelta(name, 0, "", (), refusal(error)))
+
+    def _drain(
+        self, names: Sequence[str], inbox: deque[RequestDelta]
+    ) -> Iterator[RequestDelta]:
+        while inbox or any(name in self._groups for name in names):
+            if not inbox:
+                others = [d for d in self.step() if d.request_id not in self._inboxes]
+                self._unsent.extend(others)
+            while inbox:
+                yield inbox.popleft()
+
+
+def expand_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One `SamplingParams` a prompt, from one for all or a list as long as the prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(
+            f"{count} prompts but {len(params)} sampling parameters: give one for all"
+        )
+    return list(params)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import ConfigError, RopeConfig, tiny_config
+from octavo.hf_config import rope_from_hf
 from octavo.layers import RMSNorm, RotaryEmbedding, rms_norm, rope_frequencies
 from octavo.models import MODELS, build_model
 from octavo.models.llama import LlamaForCausalLM
@@ -212,7 +213,7 @@ def test_b90_cos_and_sin_equal_the_reference(rope: str, position: int) -> None:
 
 
 def from_reference(rope: str) -> RopeConfig:
-    return RopeConfig.from_hf({"rope_theta": THETA, "rope_scaling": ROPES[rope]})
+    return rope_from_hf({"rope_theta": THETA, "rope_scaling": ROPES[rope]})
 
 
 def test_b90_scaled_ropes_differ_from_the_default_and_from_each_other() -> None:

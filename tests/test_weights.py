@@ -23,6 +23,7 @@ from torch import Tensor
 from octavo import gguf_file, hub
 from octavo.config import ConfigError, ModelConfig, ModelLoadError, RopeConfig, tiny_config
 from octavo.gguf_file import convert_gguf
+from octavo.hf_config import read_model_config
 from octavo.hub import resolve_model
 from octavo.layers import rope_frequencies
 from octavo.models import build_model
@@ -943,7 +944,7 @@ def smollm2() -> Path:
 def test_smollm2_settings_and_tokeniser(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
-    config = ModelConfig.from_directory(smollm2)
+    config = read_model_config(smollm2)
     assert (config.num_layers, config.hidden_size, config.head_dim) == (30, 576, 64)
     assert (config.num_heads, config.num_kv_heads, config.vocab_size) == (9, 3, 49152)
     assert config.tie_word_embeddings and config.rope == RopeConfig(theta=100000.0)

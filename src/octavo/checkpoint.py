@@ -54,7 +54,7 @@ def open_safetensors(file: Path) -> safe_open:
 def read_table(file: Path) -> list[StoredTensor]:
     """The table of a safetensors file, without its data. Raises `ModelLoadError`."""
     with open_safetensors(file) as opened:
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        slices = {name: opened.get_slice(name) for name in opened.keys()}
         return [
             StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype())
             for name, part in slices.items()

@@ -7,39 +7,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from octavo.config import OctavoError
-from octavo.engine import CompletionOutput, RequestDelta, refusal
+from octavo.jobs import Job, make_job, read_jobs
+from octavo.outputs import CompletionOutput, RequestDelta, refusal
 from octavo.request import RequestError, SamplingParams
+from octavo.screens import JsonScreen, LineScreen, PanelScreen, Screen, TypedScreen
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
 
 __all__ = [
-    "Job",
-    "make_job",
-    "read_jobs",
-    "Screen",
-    "TypedScreen",
-    "LineScreen",
-    "JsonScreen",
-    "PanelScreen",
     "serve",
     "make_parser",
     "run_command",
@@ -49,201 +37,6 @@ __all__ = [
     "demo_table",
     "main",
 ]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One prompt on its way through the command."""
-
-    name: str
-    messages: Sequence[Mapping[str, Any]] = ()
-    """A conversation, or empty."""
-    prompt: str | None = None
-    """Text to be continued as it is, if it is no conversation."""
-    params: SamplingParams = field(default_factory=SamplingParams)
-    error: str | None = None
-    """Why it can't be served."""
-
-    @property
-    def title(self) -> str:
-        """One line to recognise it by."""
-        text = self.prompt if self.prompt is not None else ""
-        if self.messages:
-            text = str(self.messages[-1].get("content", ""))
-        line = " ".join(text.split())
-        return line if len(line) <= 72 else line[:71] + "…"
-
-
-def make_job(
-    name: str,
-    text: str,
-    params: SamplingParams,
-    system: str | None = None,
-    raw: bool = False,
-) -> Job:
-    """A job for one text: a chat of one message, or with `raw` the text itself."""
-    if raw:
-        return Job(name, prompt=text, params=params)
-    head = [{"role": "system", "content": system}] if system is not None else []
-    return Job(name, [*head, {"role": "user", "content": text}], params=params)
-
-
-def read_jobs(
-    lines: Iterable[str], params: SamplingParams, system: str | None, raw: bool
-) -> list[Job]:
-    """Jobs from JSON lines.
-
-    A line is a string, or an object with "prompt" (text) or "messages" (a conversation),
-    and optionally "id" and any field of `SamplingParams`. Blank lines are skipped.
-    """
-    jobs = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                jobs.append(_read_job(str(number), line, params, system, raw))
-            except (ValueError, TypeError) as error:
-                jobs.append(Job(str(number), error=f"line {number}: {error}"))
-    return jobs
-
-
-def _read_job(
-    name: str, line: str, params: SamplingParams, system: str | None, raw: bool
-) -> Job:
-    entry = json.loads(line)
-    if isinstance(entry, str):
-        return make_job(name, entry, params, system, raw)
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise ValueError(
-            'expected a string, or an object with either "prompt" or "messages"'
-        )
-    fields = {f.name for f in dataclasses.fields(SamplingParams)}
-    if unknown := set(entry) - fields - {"prompt", "messages", "id"}:
-        raise ValueError(
-            f"unknown field {min(unknown)!r}; there are {', '.join(sorted(fields))}"
-        )
-    params = dataclasses.replace(params, **{k: v for k, v in entry.items() if k in fields})
-    name = str(entry.get("id", name))
-    if "messages" in entry:
-        return Job(name, entry["messages"], params=params)
-    if not isinstance(entry["prompt"], str):
-        raise ValueError('"prompt" must be text')
-    return make_job(name, entry["prompt"], params, system, raw)
-
-
-class Screen(Protocol):
-    """Something that shows answers."""
-
-    def start(self, jobs: Sequence[Job]) -> None: ...
-    def show(self, delta: RequestDelta) -> None: ...
-    def stop(self) -> None: ...
-
-
-class TypedScreen:
-    """One answer, typed out as it comes."""
-
-    def __init__(self, out: TextIO) -> None:
-        self.out = out
-
-    def start(self, jobs: Sequence[Job]) -> None:
-        """Nothing to prepare."""
-
-    def show(self, delta: RequestDelta) -> None:
-        """Add the new text."""
-        self.out.write(delta.text)
-        self.out.flush()
-
-    def stop(self) -> None:
-        """End the line."""
-        self.out.write("\n")
-
-
-class LineScreen:
-    """Several answers in a pipe: whole lines, each with its request's name."""
-
-    def __init__(self, out: TextIO) -> None:
-        self.out = out
-        self.rest: dict[tuple[str, int], str] = {}
-
-    def start(self, jobs: Sequence[Job]) -> None:
-        """Nothing to prepare."""
-
-    def show(self, delta: RequestDelta) -> None:
-        """Print the lines that are complete."""
-        key = delta.request_id, delta.index
-        *lines, rest = (self.rest.get(key, "") + delta.text).split("\n")
-        if delta.finished is not None and rest:
-            lines, rest = [*lines, rest], ""
-        self.rest[key] = rest
-        for line in lines:
-            self.out.write(f"[{delta.request_id}] {line}\n")
-        self.out.flush()
-
-    def stop(self) -> None:
-        """Nothing is held back."""
-
-
-class JsonScreen:
-    """One JSON object a finished answer."""
-
-    def __init__(self, out: TextIO) -> None:
-        self.out = out
-
-    def start(self, jobs: Sequence[Job]) -> None:
-        """Nothing to prepare."""
-
-    def show(self, delta: RequestDelta) -> None:
-        """Print an answer that is complete."""
-        if (done := delta.finished) is None:
-            return
-        record = {
-            "id": delta.request_id,
-            "index": delta.index,
-            "text": done.text,
-            "finish_reason": done.finish_reason,
-            "output_tokens": len(done.token_ids),
-            "error": done.error,
-        }
-        self.out.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self.out.flush()
-
-    def stop(self) -> None:
-        """Nothing is held back."""
-
-
-class PanelScreen:
-    """Several answers on a terminal: a panel each, and a bar for all of them."""
-
-    def __init__(self, console: Console) -> None:
-        self.live = Live(console=console, refresh_per_second=8, vertical_overflow="visible")
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        self.bar = Progress(*columns, console=console)
-
-    def start(self, jobs: Sequence[Job]) -> None:
-        """Draw the empty panels."""
-        self.titles = {job.name: job.title for job in jobs}
-        self.texts = {(job.name, 0): Text() for job in jobs}
-        self.task = self.bar.add_task("answers", total=sum(job.params.n for job in jobs))
-        self.live.start()
-
-    def show(self, delta: RequestDelta) -> None:
-        """Add the new text to its panel."""
-        text = self.texts.setdefault((delta.request_id, delta.index), Text())
-        text.append(delta.text)
-        if delta.finished is not None:
-            self.bar.advance(self.task)
-        self.live.update(self._render())
-
-    def _render(self) -> RenderableType:
-        panels = [
-            Panel(text, title=f"[{name}] {self.titles[name]}", title_align="left")
-            for (name, _), text in self.texts.items()
-        ]
-        return Group(*panels, self.bar)
-
-    def stop(self) -> None:
-        """Leave the panels as they are, without the bar."""
-        self.bar.update(self.task, visible=False)
-        self.live.stop()
 
 
 def serve(

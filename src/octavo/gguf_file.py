@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.checkpoint import StoredTensor
 from octavo.config import ConfigError, ModelConfig, ModelLoadError
 from octavo.gguf_config import Metadata, gguf_config, open_gguf
+from octavo.hf_config import model_config_from_hf
 from octavo.models import build_model
 from octavo.weights import check_tensors, checkpoint_targets
 
@@ -167,7 +168,7 @@ def convert_gguf(path: Path, directory: Path) -> None:
     reader = open_gguf(path)
     try:
         settings = gguf_config(reader, path)
-        config = ModelConfig.from_hf(settings)
+        config = model_config_from_hf(settings)
     except ConfigError as cause:
         raise ModelLoadError(f"{path}: {cause}") from cause
     sources = _sources(reader, config, path)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo.checkpoint import DTYPE_BYTES, StoredTensor, open_safetensors, stored_tensors
 from octavo.config import ModelConfig, ModelLoadError
+from octavo.hf_config import read_model_config
 from octavo.layers import MergedLinear
 from octavo.models import build_model
 from octavo.models.llama import LlamaForCausalLM
@@ -157,7 +158,7 @@ def load_model(
     weights that don't fit it.
     """
     directory = Path(directory)
-    config = ModelConfig.from_directory(directory)
+    config = read_model_config(directory)
     model = build_model(config, dtype, device)
     load_weights(model, directory, progress)
     return model, config

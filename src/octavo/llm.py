@@ -1,0 +1,280 @@
+"""Chapter 11, The small precise pieces, and the whole engine.
+
+Generated from chapters/11_engine.md; edit there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+
+from octavo.assembly import (
+    Parts,
+    all_eos_token_ids,
+    build_engine,
+    choose_device,
+    choose_dtype,
+)
+from octavo.attention import TorchAttention
+from octavo.config import ConfigError, EngineConfig, OctavoError
+from octavo.engine import Engine, expand_params
+from octavo.hf_config import read_model_config
+from octavo.hub import resolve_model
+from octavo.outputs import CompletionOutput, RequestDelta, refusal
+from octavo.request import RequestError, SamplingParams
+from octavo.scheduler import Scheduler
+from octavo.tokenizer import Tokenizer
+from octavo.weights import load_model
+
+__all__ = ["logger", "RequestOutput", "ProgressBar", "LLM"]
+
+
+logger = logging.getLogger("octavo")
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One prompt and its answers."""
+
+    request_id: str
+    prompt: str | None
+    """The text, or None where token ids or a chat were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    """`n` answers in order; one with `finish_reason` "error" if the prompt was refused."""
+
+    @property
+    def error(self) -> str | None:
+        """Why there is no (whole) answer; None if all is well."""
+        return next((o.error for o in self.outputs if o.error is not None), None)
+
+    @property
+    def text(self) -> str:
+        """The first answer's text. Raises `RequestError` with the reason if there is none."""
+        if self.error is not None:
+            raise RequestError(self.error)
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first answer's token ids."""
+        return self.outputs[0].token_ids
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in ("text", "token_ids"):
+            raise KeyError(key)
+        return getattr(self, key)
+
+
+class ProgressBar(AbstractContextManager["ProgressBar"]):
+    """A bar on stderr, or nothing at all if `shown` is false."""
+
+    def __init__(self, title: str, total: float, shown: bool) -> None:
+        self._bar: Any = None
+        if shown:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(title, total=total)
+
+    def __enter__(self) -> ProgressBar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def set(self, done: float, total: float | None = None) -> None:
+        """Move to `done` (of `total`, if that changed)."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+
+
+class LLM:
+    """A model ready to answer: `LLM("smollm2-135m").generate(["Hello"])`.
+
+    `model` is a directory (config.json and safetensors), a `.gguf` file, a Hub id, or an
+    alias such as "smollm2-135m". `options` are the fields of `EngineConfig`. `show_progress`
+    None shows bars on a terminal only. Raises `ModelLoadError` or `ConfigError`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        show_progress: bool | None = None,
+        **options: Any,
+    ) -> None:
+        config = _engine_config(options)
+        self._engine: Engine | None = None
+        self._calls = itertools.count()
+        self.show_progress = sys.stderr.isatty() if show_progress is None else show_progress
+        directory = resolve_model(model, logger.info)
+        self.parts = self._load(directory, config)
+        self.tokenizer = Tokenizer.from_pretrained(tokenizer or directory)
+        eos = all_eos_token_ids(directory, self.parts.config, self.tokenizer)
+        self._engine = build_engine(config, self.parts, self.tokenizer, eos)
+
+    def _load(self, directory: Path, config: EngineConfig) -> Parts:
+        device = choose_device(config.device)
+        checkpoint = read_model_config(directory)
+        dtype = choose_dtype(config.dtype, checkpoint.dtype, device)
+        with ProgressBar("loading weights", 1, self.show_progress) as bar:
+            model, _ = load_model(directory, dtype, device, progress=bar.set)
+        return Parts(model, checkpoint, device, dtype, TorchAttention(), config.block_size)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath; OctavoError after `close`."""
+        if self._engine is None:
+            raise OctavoError("this LLM is closed; make a new one")
+        return self._engine
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The engine's scheduler, whose books say how full the KV cache is."""
+        return cast(Scheduler, self.engine.scheduler)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        show_progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (text or token ids) together; one `RequestOutput` each, in order.
+
+        A prompt that can't be served gets an output with `error` set; the others are answered.
+        """
+        several: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in several]
+        encoded = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in several]
+        return self._answer(encoded, texts, sampling_params, show_progress)
+
+    def _answer(
+        self,
+        prompts: Sequence[Sequence[int] | RequestError],
+        texts: Sequence[str | None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool | None,
+    ) -> list[RequestOutput]:
+        params = expand_params(sampling_params, len(prompts))
+        names = [f"call-{next(self._calls)}-{i}" for i in range(len(prompts))]
+        answers: dict[str, list[CompletionOutput]] = {
+            name: [refusal(prompt)] if isinstance(prompt, RequestError) else []
+            for name, prompt in zip(names, prompts, strict=True)
+        }
+        shown = self.show_progress if show_progress is None else show_progress
+        with ProgressBar("generating", sum(p.n for p in params), shown) as bar:
+            for delta in self._stream_served(prompts, params, names):
+                if delta.finished is not None:
+                    answers[delta.request_id].append(delta.finished)
+                    bar.set(sum(map(len, answers.values())))
+        return [
+            RequestOutput(
+                name, text, _ids(prompt), sorted(answers[name], key=lambda a: a.index)
+            )
+            for name, text, prompt in zip(names, texts, prompts, strict=True)
+        ]
+
+    def _stream_served(
+        self,
+        prompts: Sequence[Sequence[int] | RequestError],
+        params: Sequence[SamplingParams],
+        names: Sequence[str],
+    ) -> Iterator[RequestDelta]:
+        """The engine's stream of the prompts that were not refused."""
+        served = [
+            (prompt, param, name)
+            for prompt, param, name in zip(prompts, params, names, strict=True)
+            if not isinstance(prompt, RequestError)
+        ]
+        return self.engine.stream(
+            [prompt for prompt, _, _ in served],
+            [param for _, param, _ in served],
+            [name for _, _, name in served],
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        show_progress: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; each is a list of {"role", "content"} messages.
+
+        `template_options` go to the chat template. A conversation that the template refuses gets
+        an output with `error` set.
+        """
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations = [messages] if single else messages
+        encoded = [self._encode_chat(c, template_options) for c in conversations]
+        return self._answer(encoded, [None] * len(encoded), sampling_params, show_progress)
+
+    def _encode_chat(
+        self, messages: Any, template_options: Mapping[str, Any]
+    ) -> list[int] | RequestError:
+        try:
+            return self.tokenizer.encode_chat(messages, **template_options)
+        except RequestError as error:
+            return error
+
+    def stream(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_ids: Sequence[str] | None = None,
+    ) -> Iterator[RequestDelta]:
+        """Answer prompts together, piece by piece; see `Engine.stream`."""
+        return self.engine.stream(prompts, sampling_params, request_ids)
+
+    def close(self) -> None:
+        """Give model, cache and device memory back. Harmless when done twice."""
+        on_gpu = self._engine is not None and self.parts.device.type == "cuda"
+        self._engine = None
+        self.__dict__.pop("parts", None)
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(f"unknown option {unknown[0]!r}; there are: {', '.join(known)}")
+    return EngineConfig(**options)
+
+
+def _is_single(prompts: Any) -> bool:
+    """One prompt (text, or a list of ids) rather than a list of prompts?"""
+    return isinstance(prompts, str) or (
+        len(prompts) > 0 and hasattr(prompts[0], "__index__")
+    )
+
+
+def _ids(prompt: Sequence[int] | RequestError) -> list[int]:
+    return [] if isinstance(prompt, RequestError) else list(prompt)

@@ -31,7 +31,9 @@ class RecordingRunner(CountingRunner):
 
     def entries_of(self, request_id: str) -> list[Any]:
         """This request's shares of all steps."""
-        return [e for p in self.plans for e in p.entries if e.request.request_id == request_id]
+        return [
+            e for p in self.plans for e in p.entries if e.request.request_id == request_id
+        ]
 
 
 class Loop:
@@ -41,7 +43,9 @@ class Loop:
     be right because of something the ledger still said when it was made.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: CountingRunner, depth: int = 1) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: CountingRunner, depth: int = 1
+    ) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self.flying: deque[Plan] = deque()
 
@@ -137,7 +141,9 @@ def request(name: str, prompt: Sequence[int], **params: Any) -> Request:
     return Request(name, list(prompt), SamplingParams(**params), eos)
 
 
-def continuation(prompt: Sequence[int], count: int, next_token: Any = checksum) -> list[int]:
+def continuation(
+    prompt: Sequence[int], count: int, next_token: Any = checksum
+) -> list[int]:
     """What a counting model says after `prompt`, without any engine."""
     ids = list(prompt)
     for _ in range(count):
@@ -164,7 +170,9 @@ def serve(
     return [finished[name] for name in sorted(names, key=int)]
 
 
-def check_pieces(deltas: Iterable[RequestDelta], name: str, answer: CompletionOutput) -> None:
+def check_pieces(
+    deltas: Iterable[RequestDelta], name: str, answer: CompletionOutput
+) -> None:
     """The pieces of an answer, joined, are the answer."""
     mine = [d for d in deltas if (d.request_id, d.index) == (name, answer.index)]
     assert "".join(d.text for d in mine) == answer.text
@@ -225,7 +233,9 @@ def tiny_engine(
     from octavo.attention import TorchAttention
     from octavo.llm import Parts, build_engine
 
-    config = EngineConfig(**{"dtype": "float64", "max_model_len": 128, "seed": 0, **options})
+    config = EngineConfig(
+        **{"dtype": "float64", "max_model_len": 128, "seed": 0, **options}
+    )
     model, model_config = tiny_model(config.dtype)
     dtype, device = getattr(torch, config.dtype), torch.device("cpu")
     parts = Parts(model, model_config, device, dtype, TorchAttention(), config.block_size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +103,17 @@ class Limits:
                 f"max_model_len={length}: the model knows positions up to "
                 f"{model.max_position_embeddings}; give that or less"
             )
-        seqs = config.max_num_seqs or (256 if device.type == "cuda" else 32)
-        tokens = config.max_num_batched_tokens or max(length, seqs, 2048)
-        return cls(seqs, tokens, length)
+        budget = config.max_num_batched_tokens
+        if budget is not None and budget < length:
+            warnings.warn(
+                f"a whole prompt must fit into a step of max_num_batched_tokens={budget}, so "
+                f"max_model_len is lowered from {length} to that",
+                stacklevel=2,
+            )
+            length = budget
+        most = 256 if device.type == "cuda" else 32
+        seqs = config.max_num_seqs or min(most, budget or most)
+        return cls(seqs, budget or max(length, seqs, 2048), length)
 
     def with_model_len(self, length: int) -> Limits:
         """The same with a lower `max_model_len`."""

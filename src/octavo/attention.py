@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.batch import AttentionMetadata
 
@@ -22,6 +23,9 @@ __all__ = [
     "store_kv",
     "TorchAttention",
 ]
+
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -99,6 +103,17 @@ class _Prefill(NamedTuple):
     mask: Tensor | None
     """bool [tokens, length]; None: plain causal."""
 
+    def context(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> list[Tensor]:
+        """Keys and values [length, num_kv_heads, head_dim]: the step's own, or from the cache."""
+        if self.blocks is None:
+            return [k[self.tokens], v[self.tokens]]
+        return [
+            cache.index_select(0, self.blocks).flatten(0, 1)[: self.length]
+            for cache in (k_cache, v_cache)
+        ]
+
 
 class TorchAttention:
     """The plain `AttentionBackend`: PyTorch only, any device, dtype, block and head size."""
@@ -122,17 +137,12 @@ class _TorchStep:
         k_cache, v_cache = self.cache.layer(layer)
         store_kv(k, v, k_cache, v_cache, self.slots)
         out = torch.empty_like(q)
-        for bucket in self.decodes:
-            out[bucket.members] = _decode(q[bucket.members], k_cache, v_cache, bucket)
-        for part in self.prefills:
-            if part.blocks is None:
-                keys, values = k[part.tokens], v[part.tokens]
-            else:
-                keys, values = (
-                    c.index_select(0, part.blocks).flatten(0, 1)[: part.length]
-                    for c in (k_cache, v_cache)
-                )
-            out[part.tokens] = _prefill(q[part.tokens], keys, values, part.mask)
+        with sdpa_kernel(_KERNELS):
+            for bucket in self.decodes:
+                out[bucket.members] = _decode(q[bucket.members], k_cache, v_cache, bucket)
+            for part in self.prefills:
+                keys, values = part.context(k, v, k_cache, v_cache)
+                out[part.tokens] = _prefill(q[part.tokens], keys, values, part.mask)
         return out
 
     def _decodes(self, metadata: AttentionMetadata) -> list[_Bucket]:

@@ -10,7 +10,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.outputs import Answer, CompletionOutput, RequestDelta, TextCodec, refusal
@@ -69,6 +69,7 @@ class Engine:
         self._answers: dict[Request, Answer] = {}
         self._groups: dict[str, list[Request]] = {}
         self._inboxes: dict[str, deque[RequestDelta]] = {}
+        self._arrived: deque[Progress] = deque()
         self._unsent: list[RequestDelta] = []
 
     def step(self) -> list[RequestDelta]:
@@ -88,12 +89,24 @@ class Engine:
         self.stats.num_preemptions += len(plan.preempted)
 
     def _deliver(self, progress: Iterable[Progress]) -> list[RequestDelta]:
-        now = self.clock()
-        for request, token_ids in progress:
-            self.stats.num_output_tokens += len(token_ids)
-            self._post(self._advance(self._answers[request], token_ids, now))
+        self._arrived.extend(progress)
+        while self._arrived:
+            self._take_in(*self._arrived.popleft())
         deltas, self._unsent = self._unsent, []
         return deltas
+
+    def _take_in(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Pass one request's tokens on. If that fails (a broken tokeniser), only its answer ends."""
+        if (answer := self._answers.get(request)) is None:
+            return
+        self.stats.num_output_tokens += len(token_ids)
+        try:
+            self._post(self._advance(answer, token_ids, self.clock()))
+        except BaseException as error:
+            self.scheduler.abort(request)
+            self._give_up([request], error)
+            if not isinstance(error, Exception):
+                raise  # an interrupt: the others' tokens stay in `_arrived` until the next step
 
     def _post(self, delta: RequestDelta) -> None:
         """Send with the next delivery, and to the stream that waits for it, if one does."""
@@ -132,7 +145,7 @@ class Engine:
         for request in requests:
             if (answer := self._answers.get(request)) is None:
                 continue
-            message = f"the step that held it failed: {type(error).__name__}: {error}"
+            message = f"a step of this request failed: {type(error).__name__}: {error}"
             finished = self._retire(answer, self.clock(), message)
             self._post(
                 RequestDelta(request.request_id, request.sample_index, "", (), finished)
@@ -178,6 +191,8 @@ class Engine:
         self._answers.update((r, Answer(r, self.codec, now)) for r in group)
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r}")
         token_ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
             raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
@@ -220,6 +235,8 @@ class Engine:
         Closing the iterator early aborts what is unfinished. The ids default to "0", "1", ...,
         counted over the engine's life.
         """
+        if isinstance(prompts, str):
+            raise TypeError("stream takes a list of prompts; put the one text into a list")
         params = expand_params(sampling_params, len(prompts))
         names = (
             [self._new_id() for _ in prompts] if request_ids is None else list(request_ids)
@@ -227,15 +244,17 @@ class Engine:
         if len(names) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(names)} request ids")
         inbox: deque[RequestDelta] = deque()
+        taken: list[str] = []  # a refused name may belong to somebody else's request
         try:
             for prompt, param, name in zip(prompts, params, names, strict=True):
-                self._submit(prompt, param, name, inbox)
-            yield from self._drain(names, inbox)
+                if self._submit(prompt, param, name, inbox):
+                    taken.append(name)
+            yield from self._drain(taken, inbox)
         finally:
-            for name in names:
+            for name in taken:
                 self._inboxes.pop(name, None)
                 self.abort(name)
-            self._unsent = [d for d in self._unsent if d.request_id not in set(names)]
+            self._unsent = [d for d in self._unsent if d.request_id not in set(taken)]
 
     def _submit(
         self,
@@ -243,12 +262,15 @@ class Engine:
         params: SamplingParams,
         name: str,
         inbox: deque[RequestDelta],
-    ) -> None:
+    ) -> bool:
+        """Queue a prompt, or put its refusal into the inbox and return False."""
         try:
             self.add_request(prompt, params, name)
-            self._inboxes[name] = inbox
         except RequestError as error:
             inbox.append(RequestDelta(name, 0, "", (), refusal(error)))
+            return False
+        self._inboxes[name] = inbox
+        return True
 
     def _drain(
         self, names: Sequence[str], inbox: deque[RequestDelta]
@@ -267,6 +289,8 @@ def expand_params(
     """One `SamplingParams` a prompt, from one for all or a list as long as the prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not all(isinstance(param, SamplingParams) for param in params):
+        raise TypeError(f"sampling parameters are SamplingParams objects, not {params!r}")
     if len(params) != count:
         raise ValueError(
             f"{count} prompts but {len(params)} sampling parameters: give one for all"

@@ -161,8 +161,19 @@ class LLM:
         """
         several: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        encoded = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in several]
+        encoded = [self._encode(prompt) for prompt in several]
         return self._answer(encoded, texts, sampling_params, show_progress)
+
+    def _encode(self, prompt: Any) -> Sequence[int] | RequestError:
+        """Token ids, or why there are none: the refusal of one prompt must not stop the others."""
+        try:
+            return (
+                self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            )
+        except RequestError as error:
+            return error
+        except TypeError:
+            return RequestError(f"a prompt is text or a list of token ids, not {prompt!r}")
 
     def _answer(
         self,
@@ -235,12 +246,13 @@ class LLM:
 
     def stream(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> Iterator[RequestDelta]:
         """Answer prompts together, piece by piece; see `Engine.stream`."""
-        return self.engine.stream(prompts, sampling_params, request_ids)
+        several: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        return self.engine.stream(several, sampling_params, request_ids)
 
     def close(self) -> None:
         """Give model, cache and device memory back. Harmless when done twice."""

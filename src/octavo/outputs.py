@@ -91,7 +91,7 @@ class Answer:
         self.detokenizer = Detokenizer(
             codec, skip_special_tokens=params.skip_special_tokens
         )
-        self.stops = StopChecker(params.stop, params.include_stop_str_in_output)
+        self.stops = StopChecker(params.stop or (), params.include_stop_str_in_output)
         self.pieces: list[str] = []
         self.num_tokens = 0
         self.arrival_time = arrival_time
@@ -125,6 +125,7 @@ class Answer:
     def completion(self, now: float, error: str | None = None) -> CompletionOutput:
         """The whole answer, once it has ended."""
         request = self.request
+        reason = FinishReason.ERROR if error is not None else request.finish_reason
         metrics = RequestMetrics(
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens or 0,
@@ -137,7 +138,7 @@ class Answer:
             index=request.sample_index,
             text="".join(self.pieces),
             token_ids=request.output_token_ids,
-            finish_reason=request.finish_reason or FinishReason.ERROR,
+            finish_reason=reason or FinishReason.ERROR,
             stop_reason=request.stop_reason,
             metrics=metrics,
             error=error,

@@ -6,10 +6,10 @@ Generated from chapters/02_request_lifecycle.md; edit there.
 from __future__ import annotations
 
 import enum
-import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from octavo.config import OctavoError
 
@@ -44,7 +44,13 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """A list of something as a tuple; None, which other engines take, is an empty one."""
+    _check(value is None or isinstance(value, Iterable), name, value, "a list")
+    return tuple(value or ())
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,9 @@ class SamplingParams:
     """Keep the fewest tokens whose probabilities sum to at least this; 1 keeps all."""
     max_tokens: int | None = 256
     """Most tokens to generate; None: as many as the model's length allows."""
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     """Text that ends the answer; it is cut off unless `include_stop_str_in_output`."""
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = ()
     """Token ids that end the answer, besides the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence ids (`stop_token_ids` still count)."""
@@ -77,16 +83,17 @@ class SamplingParams:
     """Leave tokens such as `<|im_end|>` out of the text."""
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _as_tuple("stop", stop))
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
         self._check_sampling()
-        self._check_stopping(stop)
+        self._check_stopping()
 
     def _check_sampling(self) -> None:
         t, p = self.temperature, self.top_p
         _check(_is_int(self.n) and self.n >= 1, "n", self.n, "a whole number from 1")
-        hot = _is_number(t) and math.isfinite(t) and t >= 0
+        hot = _is_number(t) and 0 <= t <= sys.float_info.max  # NaN fails both
         _check(hot, "temperature", t, "a finite number from 0 (0 is greedy)")
         _check(
             _is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "0 (off) or more"
@@ -100,7 +107,7 @@ class SamplingParams:
         seeded = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**64)
         _check(seeded, "seed", self.seed, "None or a whole number from 0 below 2**64")
 
-    def _check_stopping(self, stop: tuple[str, ...]) -> None:
+    def _check_stopping(self) -> None:
         m = self.max_tokens
         _check(
             m is None or (_is_int(m) and m >= 1),
@@ -108,10 +115,13 @@ class SamplingParams:
             m,
             "None or a whole number from 1",
         )
-        texts = all(isinstance(s, str) and s for s in stop)
+        texts = all(isinstance(s, str) and s for s in self.stop or ())
         _check(texts, "stop", self.stop, "non-empty strings")
-        ids = all(_is_int(i) and i >= 0 for i in self.stop_token_ids)
+        ids = all(_is_int(i) and i >= 0 for i in self.stop_token_ids or ())
         _check(ids, "stop_token_ids", self.stop_token_ids, "token ids from 0")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            _check(isinstance(value, bool), name, value, "True or False")
 
     @property
     def is_greedy(self) -> bool:

@@ -305,7 +305,7 @@ class Scheduler:
     def _reason_to_stop(self, request: Request, token_id: int) -> FinishReason | None:
         if token_id in request.eos_token_ids:
             return FinishReason.STOP
-        if token_id in request.sampling_params.stop_token_ids:
+        if token_id in (request.sampling_params.stop_token_ids or ()):
             request.stop_reason = token_id
             return FinishReason.STOP
         if request.num_tokens >= request.max_total_tokens:

@@ -274,11 +274,11 @@ find it still standing."""
 def demo_jobs() -> list[Job]:
     """Three chats: two share a system prompt, one is long."""
     params = SamplingParams(temperature=0, max_tokens=96)
-    question = f"{_DEMO_TEXT}\n\nWhy did the librarian cut the shelf into short boards?"
+    long = f"Summarise this text in one sentence.\n\n{_DEMO_TEXT}"
     return [
-        make_job("1", "Which planet is the largest?", params, _DEMO_SYSTEM),
-        make_job("2", "Why do we have seasons?", params, _DEMO_SYSTEM),
-        make_job("3", question, params),
+        make_job("1", "Why is the sky blue?", params, _DEMO_SYSTEM),
+        make_job("2", "How do plants make food?", params, _DEMO_SYSTEM),
+        make_job("3", long, params),
     ]
 
 
@@ -300,7 +300,7 @@ def demo_command(args: argparse.Namespace) -> int:
         screen = PanelScreen(console) if sys.stdout.isatty() else LineScreen(sys.stdout)
         answers = serve(llm, jobs, screen, sys.stderr)
         console.print(demo_table(answers))
-        console.print(_demo_summary(llm))
+        print(_demo_summary(llm))
     return int(any(answer.error for done in answers.values() for answer in done))
 
 

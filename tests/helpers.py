@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from octavo.block_pool import BlockPool
@@ -168,6 +168,15 @@ def serve(
             check_pieces(deltas, delta.request_id, delta.finished)
     names = list(dict.fromkeys(d.request_id for d in deltas))
     return [finished[name] for name in sorted(names, key=int)]
+
+
+def drain(engine: Engine, most_steps: int = 200) -> Iterator[RequestDelta]:
+    """Step until nothing is left; fails where somebody would wait for ever."""
+    for _ in range(most_steps):
+        if not engine.has_unfinished:
+            return
+        yield from engine.step()
+    raise AssertionError(f"unfinished after {most_steps} steps: somebody waits for ever")
 
 
 def check_pieces(

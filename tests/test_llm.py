@@ -34,6 +34,8 @@ from octavo.request import Plan
 
 PROMPTS = ["Good morning.", "An owl 🦉", "x", "The fourth is a good deal longer than that."]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
+NEVER = tuple(f"{character}, never said" for character in [*map(chr, range(33, 127)), "\ufffd"])
+"""Stop strings that any text seems about to say."""
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
@@ -121,7 +123,7 @@ class TestGenerate:
         names = [llm.generate("x", GREEDY)[0].request_id for _ in range(2)]
         assert len(set(names)) == 2
 
-    @pytest.mark.parametrize("stop", [(), ("^",), ("j", "j�", "\ufffd\ufffd\ufffd")])
+    @pytest.mark.parametrize("stop", [(), ("j", "j\ufffd", "\ufffd" * 3), NEVER], ids=len)
     def test_streamed_text_joined_is_the_generated_text(  # B66
         self, llm: LLM, stop: tuple[str, ...]
     ) -> None:
@@ -131,9 +133,10 @@ class TestGenerate:
             texts[delta.request_id].append(delta.text)
         expected = llm.generate(PROMPTS, params)
         assert ["".join(pieces) for pieces in texts.values()] == [o.text for o in expected]
-        assert all(len(pieces) > 3 for pieces in texts.values()) or stop
-        reasons = {output.outputs[0].finish_reason for output in expected}
-        assert ("stop" in reasons) == bool(stop)
+        cut_off = [o for o in expected if o.outputs[0].finish_reason == "length"]
+        assert [o.text for o in cut_off] == [llm.tokenizer.decode(o.token_ids) for o in cut_off]
+        assert (len(cut_off) < 4) == (len(stop) == 3)
+        assert stop or all(len(pieces) > 20 for pieces in texts.values())
 
     def test_a_stream_takes_one_text_as_one_prompt(self, llm: LLM) -> None:
         deltas = list(llm.stream("Hello", GREEDY))

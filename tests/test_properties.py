@@ -195,6 +195,12 @@ class Watched(Loop):
         scheduler, everyone = self.scheduler, [request for _, request in self.requests]
         scheduler.allocator.check_integrity(r.block_table for r in everyone)
         assert len(scheduler.running) <= self.world.seqs
+        assert [r.arrival for r in scheduler.waiting] == sorted(
+            r.arrival for r in scheduler.waiting
+        )
+        for entry in (e for plan in self.flying for e in plan.entries):
+            if entry.epoch == entry.request.epoch:  # held until its last step is back
+                assert entry.request.row == entry.row
         held = [r.row for r in everyone if r.row is not None]
         assert sorted([*held, *scheduler._free_rows]) == list(range(self.world.seqs))
         for r in everyone:
@@ -215,7 +221,7 @@ class Watched(Loop):
         self.check_everything_returned()
 
     def bound(self) -> int:
-        """The oldest request gains a token in every step, or in every other one when ahead."""
+        """The oldest request gains a token in every step, or once a round trip when ahead."""
         return self.depth * sum(a.limit + 2 for a in self.world.arrivals) + 13
 
     def check_everything_returned(self) -> None:
@@ -229,7 +235,7 @@ def check_world(world: World, depth: int) -> None:
     Watched(world, depth).serve()
 
 
-@pytest.mark.parametrize("depth", [1, 2], ids=["plain", "ahead"])
+@pytest.mark.parametrize("depth", [1, 2, 3], ids=["plain", "ahead", "two ahead"])
 @settings(max_examples=500)
 @given(world=worlds())
 def test_random_traffic_loses_no_block_and_changes_no_answer(
@@ -239,7 +245,7 @@ def test_random_traffic_loses_no_block_and_changes_no_answer(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("depth", [1, 2], ids=["plain", "ahead"])
+@pytest.mark.parametrize("depth", [1, 2, 3], ids=["plain", "ahead", "two ahead"])
 @settings(max_examples=20_000)
 @given(world=worlds())
 def test_random_traffic_for_minutes(world: World, depth: int) -> None:
@@ -253,7 +259,7 @@ def test_the_random_traffic_reaches_what_it_is_meant_to_reach() -> None:
     @settings(max_examples=150, derandomize=True, database=None)
     @given(world=worlds())
     def look(world: World) -> None:
-        loop = Watched(world, depth=2)
+        loop = Watched(world, depth=3)
         loop.serve()
         seen.update(f"{r.finish_reason}" for _, r in loop.requests)
         seen.update("preempted" for _, r in loop.requests if r.num_preemptions)

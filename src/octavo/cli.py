@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from octavo.config import OctavoError
 from octavo.jobs import Job, make_job, read_jobs
@@ -87,14 +89,15 @@ def _encode(llm: LLM, job: Job) -> list[int]:
 
 def _unique(names: Iterable[str]) -> list[str]:
     """Names with "-2", "-3" behind those that come again."""
-    taken: list[str] = []
+    taken: dict[str, int] = {}  # how often each was asked for
     for name in names:
-        fresh, count = name, 1
+        fresh, count = name, taken.get(name, 0)
         while fresh in taken:
             count += 1
             fresh = f"{name}-{count}"
-        taken.append(fresh)
-    return taken
+        taken[name] = max(count, 1)
+        taken.setdefault(fresh, 1)
+    return list(taken)
 
 
 _ENGINE_OPTIONS = {
@@ -211,19 +214,30 @@ def run_command(args: argparse.Namespace) -> int:
 def _collect_jobs(args: argparse.Namespace, params: SamplingParams) -> list[Job]:
     texts = list(args.prompt)
     if not texts and args.file is None and not sys.stdin.isatty():
-        texts = [sys.stdin.read()]
+        texts = [_read_stdin()]
     jobs = [
         make_job(str(i), t, params, args.system, args.raw) for i, t in enumerate(texts, 1)
     ]
     if args.file is not None:
         try:
-            lines = args.file.read_text(encoding="utf-8").splitlines()
+            lines = args.file.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise OctavoError(f"{args.file} can't be read: {error}") from error
         jobs += read_jobs(lines, params, args.system, args.raw)
         if not jobs:
             raise OctavoError(f"{args.file} has no prompts; give one JSON value a line")
     return jobs
+
+
+def _read_stdin() -> str:
+    """The whole standard input as one prompt, without the newline that `echo` adds."""
+    try:
+        text = sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise OctavoError(f"the standard input is no UTF-8 text: {error}") from error
+    if not text.strip():
+        raise OctavoError("the standard input is empty; give a prompt with -p, or --file")
+    return text
 
 
 def _choose_screen(args: argparse.Namespace, jobs: Sequence[Job]) -> Screen:
@@ -311,7 +325,7 @@ def demo_table(answers: Mapping[str, Sequence[CompletionOutput]]) -> Table:
         table.add_column(name, justify="right")
     for name, done in answers.items():
         for answer in done:
-            table.add_row(name, *_demo_cells(answer))
+            table.add_row(Text(name), *_demo_cells(answer))
     return table
 
 
@@ -348,3 +362,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("octavo: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has seen enough (`| head`); the flush at exit too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

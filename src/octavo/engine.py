@@ -141,15 +141,19 @@ class Engine:
         return answer.completion(now, error)
 
     def _give_up(self, requests: Iterable[Request], error: BaseException) -> None:
-        """Queue the last word on requests whose step broke; the next delivery sends it."""
+        """Send the last word on requests whose step broke."""
         for request in requests:
-            if (answer := self._answers.get(request)) is None:
-                continue
-            message = f"a step of this request failed: {type(error).__name__}: {error}"
-            finished = self._retire(answer, self.clock(), message)
-            self._post(
-                RequestDelta(request.request_id, request.sample_index, "", (), finished)
-            )
+            if (answer := self._answers.get(request)) is not None:
+                message = f"a step of this request failed: {type(error).__name__}: {error}"
+                self._post(self._cut_short(answer, message))
+
+    def _cut_short(self, answer: Answer, error: str | None = None) -> RequestDelta:
+        """The last word on an answer that ends between two tokens, with the text held back."""
+        request, sent = answer.request, len(answer.pieces)
+        answer.close()
+        text = "".join(answer.pieces[sent:])
+        finished = self._retire(answer, self.clock(), error)
+        return RequestDelta(request.request_id, request.sample_index, text, (), finished)
 
     def add_request(
         self,
@@ -213,10 +217,7 @@ class Engine:
         group = list(self._groups.get(request_id, ()))
         for request in group:
             self.scheduler.abort(request)
-            answer = self._answers[request]
-            answer.close()
-            finished = self._retire(answer, self.clock())
-            self._post(RequestDelta(request_id, request.sample_index, "", (), finished))
+            self._post(self._cut_short(self._answers[request]))
         return bool(group)
 
     @property

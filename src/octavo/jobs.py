@@ -66,7 +66,7 @@ def read_jobs(
         if line.strip():
             try:
                 jobs.append(_read_job(str(number), line, params, system, raw))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 jobs.append(Job(str(number), error=f"line {number}: {error}"))
     return jobs
 
@@ -87,9 +87,12 @@ def _read_job(
             f"unknown field {min(unknown)!r}; there are {', '.join(sorted(fields))}"
         )
     params = dataclasses.replace(params, **{k: v for k, v in entry.items() if k in fields})
-    name = str(entry.get("id", name))
+    name = str(entry.get("id", name)).encode(errors="replace").decode()
     if "messages" in entry:
-        return Job(name, entry["messages"], params=params)
+        messages = entry["messages"]
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            raise ValueError('"messages" must be a list of {"role", "content"} objects')
+        return Job(name, messages, params=params)
     if not isinstance(entry["prompt"], str):
         raise ValueError('"prompt" must be text')
     return make_job(name, entry["prompt"], params, system, raw)

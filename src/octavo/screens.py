@@ -126,7 +126,7 @@ class PanelScreen:
 
     def _render(self) -> RenderableType:
         panels = [
-            Panel(text, title=f"[{name}] {self.titles[name]}", title_align="left")
+            Panel(text, title=Text(f"[{name}] {self.titles[name]}"), title_align="left")
             for (name, _), text in self.texts.items()
         ]
         return Group(*panels, self.bar)

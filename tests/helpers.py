@@ -239,8 +239,8 @@ def tiny_engine(
     """The real engine around the tiny Llama; `options` are fields of `EngineConfig`."""
     import torch
 
+    from octavo.assembly import Parts, build_engine
     from octavo.attention import TorchAttention
-    from octavo.llm import Parts, build_engine
 
     config = EngineConfig(
         **{"dtype": "float64", "max_model_len": 128, "seed": 0, **options}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,7 +63,9 @@ def octavo(
 ) -> Octavo:
     """Runs `octavo run MODEL ...`, or with `command` something else."""
 
-    def run(*args: Any, stdin: io.TextIOBase | None = None, command: str = "run") -> Outcome:
+    def run(
+        *args: Any, stdin: io.TextIOBase | None = None, command: str = "run"
+    ) -> Outcome:
         monkeypatch.setattr(sys, "stdin", stdin or FakeTerminal())
         capsys.readouterr()
         status = main([command, str(checkpoint), *map(str, args)])
@@ -110,7 +113,9 @@ class TestPrompts:
         chats = [[system, {"role": "user", "content": text}] for text in ("Hello", "Hi")]
         expected = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
         records = sorted(done.records, key=lambda record: record["id"])
-        assert [record["text"] for record in records] == [output.text for output in expected]
+        assert [record["text"] for record in records] == [
+            output.text for output in expected
+        ]
         assert expected[0].text != chat(llm, "Hello").text
 
     def test_a_json_record_says_all_about_an_answer(self, octavo: Octavo) -> None:
@@ -137,7 +142,7 @@ class TestPrompts:
         assert "standard input is empty" in done.err and "-p" in done.err
 
     def test_a_pipe_of_other_bytes_is_an_error(self, octavo: Octavo) -> None:
-        stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")
+        stdin = io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8")
         done = octavo(*QUICK, stdin=stdin)
         assert done.status == 1 and "octavo: error: the standard input" in done.err
 
@@ -193,11 +198,18 @@ class TestFile:
         done = octavo("--file", file, "--json", *QUICK)
         records = {record["id"]: record for record in done.records}
         assert done.status == 1 and len(records) == len(done.records)
-        assert {name for name in records if records[name]["error"] is None} == set(self.GOOD)
+        assert {name for name in records if records[name]["error"] is None} == set(
+            self.GOOD
+        )
         for name, words in self.BAD.items():
             assert words in records[name]["error"]
             assert f"octavo: prompt {name}: {records[name]['error']}" in done.err
-        expected = [("1", "Hello", 8), ("two", "Hi", 3), ("7", "Hey", 8), ("two-2", "Bye", 8)]
+        expected = [
+            ("1", "Hello", 8),
+            ("two", "Hi", 3),
+            ("7", "Hey", 8),
+            ("two-2", "Bye", 8),
+        ]
         for name, text, count in expected:
             assert records[name]["text"] == chat(llm, text, max_tokens=count).text
 
@@ -301,6 +313,17 @@ class TestErrors:
         done = octavo("-p", "Hi", "-p", "Ho", *QUICK)
         assert (done.status, done.err) == (130, "octavo: interrupted\n")
 
+    def test_a_reader_who_leaves_ends_it_quietly(
+        self, octavo: Octavo, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in `octavo run ... | head -1`."""
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        with os.fdopen(write_end, "w") as pipe:
+            monkeypatch.setattr(sys, "stdout", pipe)
+            done = octavo("-p", "Hi", "-p", "Ho", *QUICK)
+        assert (done.status, done.err) == (141, "")
+
 
 class TestOptions:
     """Each option changes what it says it changes."""
@@ -350,7 +373,12 @@ class TestOptions:
     )
     @pytest.mark.parametrize("command", ["run", "demo"])
     def test_engine_options_reach_the_engine(
-        self, octavo: Octavo, monkeypatch: pytest.MonkeyPatch, command: str, option: str, value: Any
+        self,
+        octavo: Octavo,
+        monkeypatch: pytest.MonkeyPatch,
+        command: str,
+        option: str,
+        value: Any,
     ) -> None:
         class Seen(Exception):
             pass
@@ -427,8 +455,14 @@ class TestDemo:
         done = octavo("--dtype", "float64", "--block-size", 8, command="demo")
         assert done.status == 0
         lines = done.out.splitlines()
-        assert {line[:4] for line in lines if line.startswith("[")} == {"[1] ", "[2] ", "[3] "}
-        rows = [[c.strip() for c in line.split("│")[1:-1]] for line in lines if line[0:1] == "│"]
+        assert {line[:4] for line in lines if line.startswith("[")} == {
+            "[1] ",
+            "[2] ",
+            "[3] ",
+        }
+        rows = [
+            [c.strip() for c in line.split("│")[1:-1]] for line in lines if line[0:1] == "│"
+        ]
         for row, job in zip(rows, demo_jobs(), strict=True):
             prompt = len(llm.tokenizer.encode_chat(job.messages))
             assert row[:3] == [job.name, str(prompt), "96"] and row[5] == "length"

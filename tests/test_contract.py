@@ -217,6 +217,29 @@ def test_a_token_in_flight_at_a_preemption_is_kept_and_the_recomputation_waits_f
         assert r.output_token_ids == continuation([i] * 4, 14)
 
 
+def test_a_recomputation_waits_until_every_id_is_known_though_there_is_room() -> None:
+    """Three plans in flight: "short" makes room while a token of the victim is on its way."""
+    scheduler = counting_scheduler(num_blocks=5, block_size=2)
+    loop = loop_of(scheduler, 3)
+    oldest, short, victim = (
+        request("oldest", [1], max_tokens=6),
+        request("short", [2] * 6, max_tokens=1),
+        request("victim", [3], max_tokens=3),
+    )
+    for r in (oldest, short, victim):
+        scheduler.add(r)
+    plans = [loop.submit() for _ in range(3)]
+    assert list(plans[2].preempted) == [victim] and victim.num_inflight_tokens == 2
+    loop.complete()
+    assert short.is_finished and scheduler.allocator.num_free_blocks == 3
+    assert [e.request for e in loop.submit().entries] == [oldest]
+    loop.complete()
+    back = next(e for e in loop.submit().entries if e.request is victim)
+    assert list(back.new_token_ids) == [3, *continuation([3], 2)]
+    loop.run()
+    assert victim.output_token_ids == continuation([3], 3)
+
+
 @both_depths
 def test_b26_what_comes_back_recomputes_prompt_and_answer_and_says_the_same(
     depth: int,

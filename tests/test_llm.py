@@ -34,7 +34,9 @@ from octavo.request import Plan
 
 PROMPTS = ["Good morning.", "An owl 🦉", "x", "The fourth is a good deal longer than that."]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-NEVER = tuple(f"{character}, never said" for character in [*map(chr, range(33, 127)), "\ufffd"])
+NEVER = tuple(
+    f"{character}, never said" for character in [*map(chr, range(33, 127)), "\ufffd"]
+)
 """Stop strings that any text seems about to say."""
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -72,7 +74,11 @@ def is_empty(llm: LLM) -> bool:
     scheduler.allocator.check_integrity([])
     idle = not (llm.engine.has_unfinished or scheduler.has_unfinished)
     rows = len(scheduler._free_rows) == scheduler.max_num_seqs
-    return idle and rows and scheduler.allocator.num_free_blocks == scheduler.allocator.num_blocks
+    return (
+        idle
+        and rows
+        and scheduler.allocator.num_free_blocks == scheduler.allocator.num_blocks
+    )
 
 
 class TestGenerate:
@@ -134,7 +140,9 @@ class TestGenerate:
         expected = llm.generate(PROMPTS, params)
         assert ["".join(pieces) for pieces in texts.values()] == [o.text for o in expected]
         cut_off = [o for o in expected if o.outputs[0].finish_reason == "length"]
-        assert [o.text for o in cut_off] == [llm.tokenizer.decode(o.token_ids) for o in cut_off]
+        assert [o.text for o in cut_off] == [
+            llm.tokenizer.decode(o.token_ids) for o in cut_off
+        ]
         assert (len(cut_off) < 4) == (len(stop) == 3)
         assert stop or all(len(pieces) > 20 for pieces in texts.values())
 
@@ -144,7 +152,9 @@ class TestGenerate:
         assert deltas[-1].finished is not None
         assert deltas[-1].finished.token_ids == ids_of(llm, "Hello", GREEDY)[0]
 
-    def test_block_size_and_company_change_nothing(self, checkpoint: Path, llm: LLM) -> None:
+    def test_block_size_and_company_change_nothing(
+        self, checkpoint: Path, llm: LLM
+    ) -> None:
         options = {"block_size": 4, "num_kv_blocks": 24, "max_model_len": 96}
         with load(checkpoint, **options) as tight:
             outputs = tight.generate(PROMPTS, GREEDY)
@@ -218,7 +228,13 @@ class TestChat:
         chats = [CHAT, villain, [{"role": "user"}], [], CHAT]
         params = [SamplingParams(temperature=0, max_tokens=n) for n in (5, 6, 7, 8, 9)]
         outputs = llm.chat(chats, params)
-        assert [output.error is None for output in outputs] == [True, False, False, False, True]
+        assert [output.error is None for output in outputs] == [
+            True,
+            False,
+            False,
+            False,
+            True,
+        ]
         assert [len(output.token_ids) for output in outputs] == [5, 0, 0, 0, 9]
         errors = [output.error or "" for output in outputs]
         assert "refused messages[0] (role 'villain'): no villains" in errors[1]
@@ -338,7 +354,9 @@ class TestOptions:
         assert {name for name in fields if not hasattr(self, f"test_{name}")} == set()
 
     def test_unknown_options_are_named(self, checkpoint: Path) -> None:
-        with pytest.raises(ConfigError, match="'max_seqs'; there are: dtype, .* max_num_seqs"):
+        with pytest.raises(
+            ConfigError, match="'max_seqs'; there are: dtype, .* max_num_seqs"
+        ):
             LLM(checkpoint, max_seqs=3)
 
     @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "auto"])
@@ -355,7 +373,9 @@ class TestOptions:
             LLM(checkpoint, device="cuda:99")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with load(checkpoint, device="cpu") as llm:  # "auto" would take the card
-            assert {weight.device.type for weight in llm.parts.model.parameters()} == {"cpu"}
+            assert {weight.device.type for weight in llm.parts.model.parameters()} == {
+                "cpu"
+            }
 
     def test_max_model_len(self, checkpoint: Path) -> None:
         with load(checkpoint, max_model_len=20) as llm:
@@ -406,7 +426,9 @@ class TestOptions:
         """On a card of 1,000 blocks that somebody else has a tenth of."""
         model = tiny_config()
         per_block = block_bytes(model, 16, "float32")
-        memory = DeviceMemory(1000 * per_block, 100 * per_block, 60 * per_block, 40 * per_block)
+        memory = DeviceMemory(
+            1000 * per_block, 100 * per_block, 60 * per_block, 40 * per_block
+        )
         monkeypatch.setattr(Parts, "runner", lambda *args: None)
         monkeypatch.setattr("octavo.assembly.measure_peak", lambda *args: 0)
         monkeypatch.setattr("octavo.assembly.read_device_memory", lambda *args: memory)
@@ -440,7 +462,9 @@ class TestLimits:
     def test_a_pool_too_small_for_the_model_lowers_the_length_loudly(  # B32
         self, checkpoint: Path
     ) -> None:
-        words = "max_model_len=2048 .* the longest that fits is 65: max_model_len is lowered"
+        words = (
+            "max_model_len=2048 .* the longest that fits is 65: max_model_len is lowered"
+        )
         with pytest.warns(UserWarning, match=words):
             llm = load(checkpoint, num_kv_blocks=4)
         with llm:
@@ -448,8 +472,12 @@ class TestLimits:
         assert len(outputs[0].token_ids) == 25
         assert "max_model_len is 65" in (outputs[1].error or "")
 
-    def test_a_length_asked_for_is_refused_with_the_sum(self, checkpoint: Path) -> None:  # B32
-        with pytest.raises(ConfigError, match="needs 5 KV blocks .* the pool has 4 .* is 65"):
+    def test_a_length_asked_for_is_refused_with_the_sum(
+        self, checkpoint: Path
+    ) -> None:  # B32
+        with pytest.raises(
+            ConfigError, match="needs 5 KV blocks .* the pool has 4 .* is 65"
+        ):
             load(checkpoint, num_kv_blocks=4, max_model_len=66)
 
     def test_a_token_budget_below_the_model_lowers_the_length_loudly(  # B28
@@ -469,7 +497,9 @@ class TestLimits:
 
 class TestLoading:
     def test_importing_octavo_loads_no_torch(self) -> None:
-        code = "import sys, octavo; print(octavo.SamplingParams().n, 'torch' in sys.modules)"
+        code = (
+            "import sys, octavo; print(octavo.SamplingParams().n, 'torch' in sys.modules)"
+        )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout == "1 False\n", done.stderr
 
@@ -484,7 +514,9 @@ class TestLoading:
         with pytest.raises(ConfigError, match=r"config\.json"):
             LLM(tmp_path)
 
-    def test_a_tokenizer_may_come_from_elsewhere(self, checkpoint: Path, tmp_path: Path) -> None:
+    def test_a_tokenizer_may_come_from_elsewhere(
+        self, checkpoint: Path, tmp_path: Path
+    ) -> None:
         model = write_tiny_checkpoint(tmp_path / "model")
         for file in model.glob("tokenizer*"):
             file.unlink()

@@ -60,7 +60,7 @@ STEPS = [
     Step("ruff format", module("ruff", "format", "--check", "--quiet", ".")),
 ]
 PYTEST = module(
-    "pytest", "-n", "2", "--dist", "worksteal", "-q", "-m", "not gpu and not soak"
+    "pytest", "-n", "2", "--dist", "loadgroup", "-q", "-m", "not gpu and not soak"
 )
 
 

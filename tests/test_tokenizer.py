@@ -17,14 +17,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from octavo.config import ModelLoadError, OctavoError
+from octavo.detokenizer import REPLACEMENT, Detokenizer, StopChecker, num_unfinished
 from octavo.request import RequestError
-from octavo.tokenizer import (
-    REPLACEMENT,
-    Detokenizer,
-    StopChecker,
-    Tokenizer,
-    num_unfinished,
-)
+from octavo.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------- tokenisers built in memory
 

@@ -43,8 +43,8 @@ __all__ = [
     "Limits",
     "Parts",
     "size_pool",
-    "build_engine",
     "all_eos_token_ids",
+    "build_engine",
 ]
 
 
@@ -161,6 +161,16 @@ def _gpu_budget(config: EngineConfig, parts: Parts, limits: Limits) -> int:
     return read_device_memory(parts.device, peak).budget(config.gpu_memory_utilization)
 
 
+def all_eos_token_ids(
+    directory: Path, config: ModelConfig, tokenizer: Tokenizer
+) -> list[int]:
+    """The union of what generation config, config and tokeniser say, without repeats."""
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return list(
+        dict.fromkeys((*load_generation_eos(directory), *config.eos_token_ids, *own))
+    )
+
+
 def build_engine(
     config: EngineConfig, parts: Parts, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
 ) -> Engine:
@@ -179,14 +189,4 @@ def build_engine(
         vocab_size=parts.config.vocab_size,
         eos_token_ids=eos_token_ids,
         seed=config.seed,
-    )
-
-
-def all_eos_token_ids(
-    directory: Path, config: ModelConfig, tokenizer: Tokenizer
-) -> list[int]:
-    """The union of what generation config, config and tokeniser say, without repeats."""
-    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return list(
-        dict.fromkeys((*load_generation_eos(directory), *config.eos_token_ids, *own))
     )

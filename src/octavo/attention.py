@@ -130,12 +130,13 @@ class _TorchStep:
         self.cache = cache
         self.slots = metadata.slot_mapping
         self.block_size = cache.layer(0)[0].shape[1]
+        self.begun = self._begun(metadata)
         self.decodes = self._decodes(metadata)
         self.prefills = list(self._prefills(metadata))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_cache, v_cache = self.cache.layer(layer)
-        store_kv(k, v, k_cache, v_cache, self.slots)
+        self._store(k, v, k_cache, v_cache)
         out = torch.empty_like(q)
         with sdpa_kernel(_KERNELS):
             for bucket in self.decodes:
@@ -145,18 +146,50 @@ class _TorchStep:
                 out[part.tokens] = _prefill(q[part.tokens], keys, values, part.mask)
         return out
 
+    def _store(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Write the step's keys and values; what a block's last owner left behind goes first."""
+        if self.begun is not None:  # a masked NaN would still be a NaN: 0 * NaN
+            k_cache.index_fill_(0, self.begun, 0)
+            v_cache.index_fill_(0, self.begun, 0)
+        store_kv(k, v, k_cache, v_cache, self.slots)
+
+    def _begun(self, metadata: AttentionMetadata) -> Tensor | None:
+        """int64 ids of the blocks that this step begins and leaves half-full; None: no block."""
+        size, places = self.block_size, []
+        spans = zip(metadata.seqlens_q, metadata.seqlens_k, strict=True)
+        for index, (count, length) in enumerate(spans):
+            last = (length - 1) // size
+            if length % size and last * size >= length - count:
+                places.append((index, last))
+        if not places:
+            return None
+        sequences, columns = torch.tensor(places, device=self.slots.device).T
+        return metadata.block_table[sequences, columns].long()
+
     def _decodes(self, metadata: AttentionMetadata) -> list[_Bucket]:
         lengths = metadata.seqlens_k[: metadata.num_decodes]
         counts = [-(-length // self.block_size) for length in lengths]
-        buckets = []
-        for indices in _bucketed(counts):
-            width, device = max(counts[i] for i in indices), self.slots.device
-            members = torch.tensor(indices, device=device)
-            ends = torch.tensor([lengths[i] for i in indices], device=device)
-            mask = torch.arange(width * self.block_size, device=device) < ends[:, None]
-            blocks = metadata.block_table[members, :width].flatten().long()
-            buckets.append(_Bucket(members, blocks, mask[:, None, None]))
-        return buckets
+        return [
+            self._bucket(metadata, indices, lengths, max(counts[i] for i in indices))
+            for indices in _bucketed(counts)
+        ]
+
+    def _bucket(
+        self,
+        metadata: AttentionMetadata,
+        indices: list[int],
+        lengths: tuple[int, ...],
+        width: int,
+    ) -> _Bucket:
+        """The decodes at `indices` as one rectangle, `width` blocks wide."""
+        device, size = self.slots.device, self.block_size
+        members = torch.tensor(indices, device=device)
+        ends = torch.tensor([lengths[i] for i in indices], device=device)[:, None]
+        table = metadata.block_table[members, :width]
+        held = torch.arange(width, device=device) * size < ends
+        blocks = torch.where(held, table, table[:, :1])  # nobody else's block is read
+        mask = torch.arange(width * size, device=device) < ends
+        return _Bucket(members, blocks.flatten().long(), mask[:, None, None])
 
     def _prefills(self, metadata: AttentionMetadata) -> Iterable[_Prefill]:
         begin = metadata.num_decodes

@@ -61,53 +61,6 @@ def read_table(file: Path) -> list[StoredTensor]:
         ]
 
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def _read_index(file: Path) -> dict[str, str]:
-    """Tensor name -> shard name, from a model.safetensors.index.json."""
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise ModelLoadError(
-            f"{file} isn't a readable shard index ({cause!r}); download it again"
-        ) from cause
-
-
-def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
-    """The safetensors files, and the index's weight map (empty for a single file)."""
-    if (directory / _SINGLE).exists():
-        return [directory / _SINGLE], {}
-    if not (directory / _INDEX).exists():
-        raise ModelLoadError(_explain_no_weights(directory))
-    weight_map = _read_index(directory / _INDEX)
-    files = [directory / shard for shard in sorted(set(weight_map.values()))]
-    for file in files:
-        if not file.is_file():
-            raise ModelLoadError(
-                f"{directory / _INDEX} names the shard {file.name}, which isn't there; "
-                "the download is incomplete: fetch the missing shard"
-            )
-    return files, weight_map
-
-
-def _explain_no_weights(directory: Path) -> str:
-    """Why a directory without model.safetensors and index can't be loaded."""
-    wanted = f"{directory} has neither {_SINGLE} nor {_INDEX}"
-    if shards := sorted(directory.glob("*.safetensors")):
-        return f"{wanted}, but {shards[0].name}: the index is missing, download it"
-    if ggufs := sorted(directory.glob("*.gguf")):
-        return f"{wanted}, but a GGUF file: give its path instead, {ggufs[0]}"
-    if list(directory.glob("*.bin")) or list(directory.glob("*.pth")):
-        return (
-            f"{wanted}, only pickled PyTorch weights, which may run code when opened and "
-            "aren't read; use a revision with safetensors, or convert them with "
-            "transformers' save_pretrained"
-        )
-    return f"{wanted}; give a directory with a model's config.json and safetensors weights"
-
-
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint directory, by name.
 
@@ -130,3 +83,50 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 "isn't; index and shards come from different downloads: fetch both again"
             )
     return found
+
+
+def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files, and the index's weight map (empty for a single file)."""
+    if (directory / _SINGLE).exists():
+        return [directory / _SINGLE], {}
+    if not (directory / _INDEX).exists():
+        raise ModelLoadError(_explain_no_weights(directory))
+    weight_map = _read_index(directory / _INDEX)
+    files = [directory / shard for shard in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            raise ModelLoadError(
+                f"{directory / _INDEX} names the shard {file.name}, which isn't there; "
+                "the download is incomplete: fetch the missing shard"
+            )
+    return files, weight_map
+
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """Tensor name -> shard name, from a model.safetensors.index.json."""
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(shard) for name, shard in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise ModelLoadError(
+            f"{file} isn't a readable shard index ({cause!r}); download it again"
+        ) from cause
+
+
+def _explain_no_weights(directory: Path) -> str:
+    """Why a directory without model.safetensors and index can't be loaded."""
+    wanted = f"{directory} has neither {_SINGLE} nor {_INDEX}"
+    if shards := sorted(directory.glob("*.safetensors")):
+        return f"{wanted}, but {shards[0].name}: the index is missing, download it"
+    if ggufs := sorted(directory.glob("*.gguf")):
+        return f"{wanted}, but a GGUF file: give its path instead, {ggufs[0]}"
+    if list(directory.glob("*.bin")) or list(directory.glob("*.pth")):
+        return (
+            f"{wanted}, only pickled PyTorch weights, which may run code when opened and "
+            "aren't read; use a revision with safetensors, or convert them with "
+            "transformers' save_pretrained"
+        )
+    return f"{wanted}; give a directory with a model's config.json and safetensors weights"

@@ -250,6 +250,7 @@ def _choose_screen(args: argparse.Namespace, jobs: Sequence[Job]) -> Screen:
 
 def chat_loop(llm: LLM, params: SamplingParams, system: str | None) -> int:
     """A conversation at the terminal, until an empty line or the end of the input."""
+    params = dataclasses.replace(params, n=1)  # a conversation goes on from one answer
     messages = [{"role": "system", "content": system}] if system is not None else []
     print("An empty line ends the conversation.", file=sys.stderr)
     while text := _ask():

@@ -207,7 +207,7 @@ def _check_heads(config: ModelConfig) -> None:
         raise ConfigError(
             f"num_heads={config.num_heads} isn't a multiple of num_kv_heads="
             f"{config.num_kv_heads}: each KV head must serve equally many query heads; check "
-            " num_attention_heads and num_key_value_heads in config.json"
+            "num_attention_heads and num_key_value_heads in config.json"
         )
     if config.head_dim % 2:
         raise ConfigError(

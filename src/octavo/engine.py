@@ -114,47 +114,6 @@ class Engine:
         if (inbox := self._inboxes.get(delta.request_id)) is not None:
             inbox.append(delta)
 
-    def _advance(
-        self, answer: Answer, token_ids: Sequence[int], now: float
-    ) -> RequestDelta:
-        request, sent = answer.request, len(answer.pieces)
-        before = answer.num_tokens
-        answer.push(token_ids, now)
-        if request.is_finished:
-            answer.close()
-        if answer.stops.matched is not None:
-            self.scheduler.finish(request, answer.num_tokens, answer.stops.matched)
-        kept = token_ids[: answer.num_tokens - before]
-        text = "".join(answer.pieces[sent:])
-        finished = self._retire(answer, now) if request.is_finished else None
-        return RequestDelta(request.request_id, request.sample_index, text, kept, finished)
-
-    def _retire(
-        self, answer: Answer, now: float, error: str | None = None
-    ) -> CompletionOutput:
-        request = answer.request
-        del self._answers[request]
-        group = self._groups[request.request_id]
-        group.remove(request)
-        if not group:
-            del self._groups[request.request_id]
-        return answer.completion(now, error)
-
-    def _give_up(self, requests: Iterable[Request], error: BaseException) -> None:
-        """Send the last word on requests whose step broke."""
-        for request in requests:
-            if (answer := self._answers.get(request)) is not None:
-                message = f"a step of this request failed: {type(error).__name__}: {error}"
-                self._post(self._cut_short(answer, message))
-
-    def _cut_short(self, answer: Answer, error: str | None = None) -> RequestDelta:
-        """The last word on an answer that ends between two tokens, with the text held back."""
-        request, sent = answer.request, len(answer.pieces)
-        answer.close()
-        text = "".join(answer.pieces[sent:])
-        finished = self._retire(answer, self.clock(), error)
-        return RequestDelta(request.request_id, request.sample_index, text, (), finished)
-
     def add_request(
         self,
         prompt: str | Sequence[int],
@@ -167,12 +126,17 @@ class Engine:
         if name in self._groups:
             raise RequestError(f"request id {name!r} is in use; choose another")
         token_ids = self._encode(prompt)
-        seed = self._random.getrandbits(64) if params.seed is None else params.seed
         group = [
-            Request(name, list(token_ids), params, self._eos_for(params), seed, index)
+            Request(
+                name, list(token_ids), params, self._eos_for(params), sample_index=index
+            )
             for index in range(params.n)
         ]
         self._enqueue(name, group)
+        # After the queue has taken them: a refused prompt must not use up a random number.
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        for request in group:
+            request.seed = seed
         return name
 
     def _new_id(self) -> str:
@@ -283,6 +247,47 @@ class Engine:
             while inbox:
                 yield inbox.popleft()
 
+    def _advance(
+        self, answer: Answer, token_ids: Sequence[int], now: float
+    ) -> RequestDelta:
+        request, sent = answer.request, len(answer.pieces)
+        before = answer.num_tokens
+        answer.push(token_ids, now)
+        if request.is_finished:
+            answer.close()
+        if answer.stops.matched is not None:
+            self.scheduler.finish(request, answer.num_tokens, answer.stops.matched)
+        kept = token_ids[: answer.num_tokens - before]
+        text = "".join(answer.pieces[sent:])
+        finished = self._retire(answer, now) if request.is_finished else None
+        return RequestDelta(request.request_id, request.sample_index, text, kept, finished)
+
+    def _retire(
+        self, answer: Answer, now: float, error: str | None = None
+    ) -> CompletionOutput:
+        request = answer.request
+        del self._answers[request]
+        group = self._groups[request.request_id]
+        group.remove(request)
+        if not group:
+            del self._groups[request.request_id]
+        return answer.completion(now, error)
+
+    def _give_up(self, requests: Iterable[Request], error: BaseException) -> None:
+        """Send the last word on requests whose step broke."""
+        for request in requests:
+            if (answer := self._answers.get(request)) is not None:
+                message = f"a step of this request failed: {type(error).__name__}: {error}"
+                self._post(self._cut_short(answer, message))
+
+    def _cut_short(self, answer: Answer, error: str | None = None) -> RequestDelta:
+        """The last word on an answer that ends between two tokens, with the text held back."""
+        request, sent = answer.request, len(answer.pieces)
+        answer.close()
+        text = "".join(answer.pieces[sent:])
+        finished = self._retire(answer, self.clock(), error)
+        return RequestDelta(request.request_id, request.sample_index, text, (), finished)
+
 
 def expand_params(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -290,7 +295,8 @@ def expand_params(
     """One `SamplingParams` a prompt, from one for all or a list as long as the prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if not all(isinstance(param, SamplingParams) for param in params):
+    listed = isinstance(params, Sequence)
+    if not listed or not all(isinstance(param, SamplingParams) for param in params):
         raise TypeError(f"sampling parameters are SamplingParams objects, not {params!r}")
     if len(params) != count:
         raise ValueError(

@@ -153,7 +153,11 @@ class OneAtATimeScheduler:
     def _append(self, request: Request, token_ids: Sequence[int]) -> Progress:
         request.num_inflight_tokens -= 1
         request.token_ids.extend(token_ids)
-        if token_ids[-1] in request.eos_token_ids:
+        last = token_ids[-1]
+        if last in request.eos_token_ids:
+            self._end(request, FinishReason.STOP)
+        elif last in (request.sampling_params.stop_token_ids or ()):
+            request.stop_reason = last
             self._end(request, FinishReason.STOP)
         elif request.num_tokens >= request.max_total_tokens:
             self._end(request, FinishReason.LENGTH)

@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.config import ModelLoadError, RopeConfig
 from octavo.layers import rope_frequencies
 
-__all__ = ["open_gguf", "Metadata", "gguf_config"]
+__all__ = ["open_gguf", "gguf_config", "Metadata"]
 
 
 class _Reader(gguf.GGUFReader):
@@ -73,6 +73,37 @@ _SETTINGS = {
 }
 
 
+def gguf_config(reader: gguf.GGUFReader, path: Path) -> dict[str, Any]:
+    """The config.json of the model in a GGUF file, in transformers' names.
+
+    Raises `ModelLoadError` for other architectures and settings that can't be kept.
+    """
+    metadata = Metadata(reader, path)
+    shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
+    config = {name: metadata.number(key) for name, key in _SETTINGS.items()}
+    _check_layers(path, shapes, config["num_hidden_layers"])
+    heads = config["num_attention_heads"]
+    derived = config["hidden_size"] // heads
+    head_dim = metadata.number("attention.key_length", derived)
+    _check_head_widths(metadata, head_dim)
+    return config | {
+        "architectures": [_ARCHITECTURES[metadata.architecture]],
+        "model_type": metadata.architecture,
+        "head_dim": head_dim,
+        "num_key_value_heads": metadata.number("attention.head_count_kv", heads),
+        "vocab_size": shapes["token_embd.weight"][1],
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        "rope_theta": metadata.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(reader, metadata, head_dim),
+        "bos_token_id": metadata.raw("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.raw("tokenizer.ggml.eos_token_id"),
+        "torch_dtype": "bfloat16",
+    }
+
+
 class Metadata:
     """A GGUF file's key-value table. Everything it refuses is a `ModelLoadError`."""
 
@@ -107,37 +138,6 @@ class Metadata:
                 "Octavo can't run"
             )
         return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
-def gguf_config(reader: gguf.GGUFReader, path: Path) -> dict[str, Any]:
-    """The config.json of the model in a GGUF file, in transformers' names.
-
-    Raises `ModelLoadError` for other architectures and settings that can't be kept.
-    """
-    metadata = Metadata(reader, path)
-    shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
-    config = {name: metadata.number(key) for name, key in _SETTINGS.items()}
-    _check_layers(path, shapes, config["num_hidden_layers"])
-    heads = config["num_attention_heads"]
-    derived = config["hidden_size"] // heads
-    head_dim = metadata.number("attention.key_length", derived)
-    _check_head_widths(metadata, head_dim)
-    return config | {
-        "architectures": [_ARCHITECTURES[metadata.architecture]],
-        "model_type": metadata.architecture,
-        "head_dim": head_dim,
-        "num_key_value_heads": metadata.number("attention.head_count_kv", heads),
-        "vocab_size": shapes["token_embd.weight"][1],
-        "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
-        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
-        "rope_theta": metadata.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(reader, metadata, head_dim),
-        "bos_token_id": metadata.raw("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.raw("tokenizer.ggml.eos_token_id"),
-        "torch_dtype": "bfloat16",
-    }
 
 
 def _check_layers(path: Path, shapes: Iterable[str], num_layers: int) -> None:
@@ -182,23 +182,6 @@ def _rope_scaling(
     return scaling if kind == "linear" else scaling | _yarn_fields(metadata)
 
 
-def _yarn_fields(metadata: Metadata) -> dict[str, Any]:
-    """YaRN's settings; those without a counterpart must have their default."""
-    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
-        if metadata.raw(f"{metadata.architecture}.rope.scaling.{key}") not in (None, 1, -1):
-            raise ModelLoadError(
-                f"{metadata.path}: rope.scaling.{key} isn't 1, which Octavo can't "
-                "express; use the original checkpoint"
-            )
-    length = metadata.number("context_length")
-    original = metadata.number("rope.scaling.original_context_length", length)
-    return {
-        "original_max_position_embeddings": original,
-        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
-    }
-
-
 def _llama3_scaling(
     divisors: Tensor, metadata: Metadata, head_dim: int
 ) -> dict[str, Any] | None:
@@ -223,4 +206,21 @@ def _llama3_scaling(
         "low_freq_factor": candidate.low_freq_factor,
         "high_freq_factor": candidate.high_freq_factor,
         "original_max_position_embeddings": candidate.original_max_position_embeddings,
+    }
+
+
+def _yarn_fields(metadata: Metadata) -> dict[str, Any]:
+    """YaRN's settings; those without a counterpart must have their default."""
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if metadata.raw(f"{metadata.architecture}.rope.scaling.{key}") not in (None, 1, -1):
+            raise ModelLoadError(
+                f"{metadata.path}: rope.scaling.{key} isn't 1, which Octavo can't "
+                "express; use the original checkpoint"
+            )
+    length = metadata.number("context_length")
+    original = metadata.number("rope.scaling.original_context_length", length)
+    return {
+        "original_max_position_embeddings": original,
+        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
     }

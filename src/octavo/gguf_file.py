@@ -62,6 +62,29 @@ def restore_rows(x: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(x.shape)
 
 
+def convert_gguf(path: Path, directory: Path) -> None:
+    """Write a GGUF model into an existing empty directory as a bfloat16 checkpoint.
+
+    Llama and Qwen3. Raises `ModelLoadError` that names the file, the cause and the remedy.
+    """
+    reader = open_gguf(path)
+    try:
+        settings = gguf_config(reader, path)
+        config = model_config_from_hf(settings)
+    except ConfigError as cause:
+        raise ModelLoadError(f"{path}: {cause}") from cause
+    sources = _sources(reader, config, path)
+    tensors: Iterator[Tensor] = (_dequantise(source, path) for source in sources)
+    _write_safetensors(directory / "model.safetensors", sources, tensors)
+    metadata = Metadata(reader, path)
+    for name, content in (
+        ("config.json", settings),
+        ("generation_config.json", _generation_config(metadata)),
+    ):
+        (directory / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    _save_tokenizer(path, metadata, directory)
+
+
 class _Source(NamedTuple):
     """A tensor of the GGUF file and what it will be in the checkpoint."""
 
@@ -158,26 +181,3 @@ def _generation_config(metadata: Metadata) -> dict[str, Any]:
     ends = dict.fromkeys(i for i in (ids["eos"], ids["eot"]) if i is not None)
     given = {"bos": ids["bos"], "pad": ids["padding"], "eos": list(ends) or None}
     return {f"{name}_token_id": value for name, value in given.items() if value is not None}
-
-
-def convert_gguf(path: Path, directory: Path) -> None:
-    """Write a GGUF model into an existing empty directory as a bfloat16 checkpoint.
-
-    Llama and Qwen3. Raises `ModelLoadError` that names the file, the cause and the remedy.
-    """
-    reader = open_gguf(path)
-    try:
-        settings = gguf_config(reader, path)
-        config = model_config_from_hf(settings)
-    except ConfigError as cause:
-        raise ModelLoadError(f"{path}: {cause}") from cause
-    sources = _sources(reader, config, path)
-    tensors: Iterator[Tensor] = (_dequantise(source, path) for source in sources)
-    _write_safetensors(directory / "model.safetensors", sources, tensors)
-    metadata = Metadata(reader, path)
-    for name, content in (
-        ("config.json", settings),
-        ("generation_config.json", _generation_config(metadata)),
-    ):
-        (directory / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
-    _save_tokenizer(path, metadata, directory)

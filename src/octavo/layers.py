@@ -61,6 +61,26 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Radians per position, float32 [head_dim / 2], and the scale of cos and sin.
+
+    Raises `ConfigError` for a type other than default, linear, llama3, yarn. Sources: Su et
+    al. 2021 (RoPE), Peng et al. 2023 (YaRN), Llama 3.1's release (llama3).
+    """
+    base = _default_frequencies(rope.theta, head_dim)
+    if rope.type == "default":
+        return base, 1.0
+    if rope.type == "linear":
+        return base / rope.factor, 1.0
+    if rope.type == "llama3":
+        return _llama3_frequencies(rope, base), 1.0
+    if rope.type == "yarn":
+        return _yarn_frequencies(rope, head_dim, base), _yarn_scale(rope)
+    raise ConfigError(
+        f"rope type {rope.type!r}: supported are default, linear, llama3, yarn"
+    )
+
+
 def _default_frequencies(theta: float, head_dim: int) -> Tensor:
     """theta ** (-2i / head_dim) of each pair i, in float32: [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
@@ -102,26 +122,6 @@ def _yarn_scale(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return (growth * rope.mscale + 1) / (growth * rope.mscale_all_dim + 1)
     return growth + 1
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position, float32 [head_dim / 2], and the scale of cos and sin.
-
-    Raises `ConfigError` for a type other than default, linear, llama3, yarn. Sources: Su et
-    al. 2021 (RoPE), Peng et al. 2023 (YaRN), Llama 3.1's release (llama3).
-    """
-    base = _default_frequencies(rope.theta, head_dim)
-    if rope.type == "default":
-        return base, 1.0
-    if rope.type == "linear":
-        return base / rope.factor, 1.0
-    if rope.type == "llama3":
-        return _llama3_frequencies(rope, base), 1.0
-    if rope.type == "yarn":
-        return _yarn_frequencies(rope, head_dim, base), _yarn_scale(rope)
-    raise ConfigError(
-        f"rope type {rope.type!r}: supported are default, linear, llama3, yarn"
-    )
 
 
 class Rotation(NamedTuple):

@@ -36,7 +36,7 @@ from octavo.scheduler import Scheduler
 from octavo.tokenizer import Tokenizer
 from octavo.weights import load_model
 
-__all__ = ["logger", "RequestOutput", "ProgressBar", "LLM"]
+__all__ = ["logger", "RequestOutput", "LLM", "ProgressBar"]
 
 
 logger = logging.getLogger("octavo")
@@ -74,33 +74,6 @@ class RequestOutput:
         if key not in ("text", "token_ids"):
             raise KeyError(key)
         return getattr(self, key)
-
-
-class ProgressBar(AbstractContextManager["ProgressBar"]):
-    """A bar on stderr, or nothing at all if `shown` is false."""
-
-    def __init__(self, title: str, total: float, shown: bool) -> None:
-        self._bar: Any = None
-        if shown:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(title, total=total)
-
-    def __enter__(self) -> ProgressBar:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def set(self, done: float, total: float | None = None) -> None:
-        """Move to `done` (of `total`, if that changed)."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
 
 
 class LLM:
@@ -164,17 +137,6 @@ class LLM:
         encoded = [self._encode(prompt) for prompt in several]
         return self._answer(encoded, texts, sampling_params, show_progress)
 
-    def _encode(self, prompt: Any) -> Sequence[int] | RequestError:
-        """Token ids, or why there are none: the refusal of one prompt must not stop the others."""
-        try:
-            return (
-                self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            )
-        except RequestError as error:
-            return error
-        except TypeError:
-            return RequestError(f"a prompt is text or a list of token ids, not {prompt!r}")
-
     def _answer(
         self,
         prompts: Sequence[Sequence[int] | RequestError],
@@ -200,6 +162,17 @@ class LLM:
             )
             for name, text, prompt in zip(names, texts, prompts, strict=True)
         ]
+
+    def _encode(self, prompt: Any) -> Sequence[int] | RequestError:
+        """Token ids, or why there are none: the refusal of one prompt must not stop the others."""
+        try:
+            return (
+                self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            )
+        except RequestError as error:
+            return error
+        except TypeError:
+            return RequestError(f"a prompt is text or a list of token ids, not {prompt!r}")
 
     def _stream_served(
         self,
@@ -290,3 +263,30 @@ def _is_single(prompts: Any) -> bool:
 
 def _ids(prompt: Sequence[int] | RequestError) -> list[int]:
     return [] if isinstance(prompt, RequestError) else list(prompt)
+
+
+class ProgressBar(AbstractContextManager["ProgressBar"]):
+    """A bar on stderr, or nothing at all if `shown` is false."""
+
+    def __init__(self, title: str, total: float, shown: bool) -> None:
+        self._bar: Any = None
+        if shown:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(title, total=total)
+
+    def __enter__(self) -> ProgressBar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def set(self, done: float, total: float | None = None) -> None:
+        """Move to `done` (of `total`, if that changed)."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)

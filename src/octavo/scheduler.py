@@ -23,7 +23,7 @@ from octavo.request import (
     StepResult,
 )
 
-__all__ = ["CountingAllocator", "WholePrompts", "Scheduler"]
+__all__ = ["CountingAllocator", "WholePrompts", "Scheduler", "PrefillFirst"]
 
 
 class CountingAllocator:
@@ -355,3 +355,15 @@ class Scheduler:
             self._end(request, FinishReason.ERROR)
         self._complete(plan)
         return failed
+
+
+class PrefillFirst(Scheduler):
+    """Newcomers before those who run: a step computes prompts or decodes, never both.
+
+    The order of nano-vllm; here to be compared with the decode-first `Scheduler`.
+    """
+
+    def _continue_running(self, draft: _Draft) -> None:
+        self._admit_waiting(draft)
+        if not draft.entries:
+            super()._continue_running(draft)

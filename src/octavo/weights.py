@@ -23,9 +23,9 @@ __all__ = [
     "Progress",
     "init_random_weights",
     "checkpoint_targets",
-    "check_tensors",
     "load_weights",
     "load_model",
+    "check_tensors",
     "load_generation_eos",
 ]
 
@@ -64,15 +64,43 @@ def checkpoint_targets(model: nn.Module) -> dict[str, Tensor]:
     return targets
 
 
-def _is_surplus(name: str, targets: Mapping[str, object]) -> bool:
-    """Whether a stored tensor is known to be redundant for this model."""
-    tied_head = name == "lm_head.weight" and name not in targets
-    return tied_head or name.endswith("rotary_emb.inv_freq")
+def load_weights(
+    model: nn.Module, directory: Path, progress: Progress | None = None
+) -> None:
+    """Copy a checkpoint's tensors into the model's parameters, converting the dtype.
+
+    `progress(done_bytes, total_bytes)` is called after each tensor. Returns only if every
+    parameter was written; raises `ModelLoadError` otherwise.
+    """
+    stored, targets = stored_tensors(directory), checkpoint_targets(model)
+    check_tensors(stored, targets, directory)
+    total, done = sum(stored[name].num_bytes for name in targets), 0
+    for file in dict.fromkeys(stored[name].file for name in targets):
+        with open_safetensors(file) as opened:
+            for name in [name for name in targets if stored[name].file == file]:
+                targets.pop(name).copy_(opened.get_tensor(name))
+                done += stored[name].num_bytes
+                if progress is not None:
+                    progress(done, total)
+    _check_tied_head(model, stored)
 
 
-def _list(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def load_model(
+    directory: Path | str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> tuple[LlamaForCausalLM, ModelConfig]:
+    """The model of a checkpoint directory, ready to run, and its config.
+
+    Raises `ConfigError` for a config.json that can't be used and `ModelLoadError` for
+    weights that don't fit it.
+    """
+    directory = Path(directory)
+    config = read_model_config(directory)
+    model = build_model(config, dtype, device)
+    load_weights(model, directory, progress)
+    return model, config
 
 
 def check_tensors(
@@ -109,25 +137,15 @@ def _check_tensor(stored: StoredTensor, target: Tensor) -> None:
         )
 
 
-def load_weights(
-    model: nn.Module, directory: Path, progress: Progress | None = None
-) -> None:
-    """Copy a checkpoint's tensors into the model's parameters, converting the dtype.
+def _is_surplus(name: str, targets: Mapping[str, object]) -> bool:
+    """Whether a stored tensor is known to be redundant for this model."""
+    tied_head = name == "lm_head.weight" and name not in targets
+    return tied_head or name.endswith("rotary_emb.inv_freq")
 
-    `progress(done_bytes, total_bytes)` is called after each tensor. Returns only if every
-    parameter was written; raises `ModelLoadError` otherwise.
-    """
-    stored, targets = stored_tensors(directory), checkpoint_targets(model)
-    check_tensors(stored, targets, directory)
-    total, done = sum(stored[name].num_bytes for name in targets), 0
-    for file in dict.fromkeys(stored[name].file for name in targets):
-        with open_safetensors(file) as opened:
-            for name in [name for name in targets if stored[name].file == file]:
-                targets.pop(name).copy_(opened.get_tensor(name))
-                done += stored[name].num_bytes
-                if progress is not None:
-                    progress(done, total)
-    _check_tied_head(model, stored)
+
+def _list(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _check_tied_head(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
@@ -144,24 +162,6 @@ def _check_tied_head(model: nn.Module, stored: Mapping[str, StoredTensor]) -> No
             "differs from it; set tie_word_embeddings to false to use the stored head, or "
             "remove it"
         )
-
-
-def load_model(
-    directory: Path | str,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-) -> tuple[LlamaForCausalLM, ModelConfig]:
-    """The model of a checkpoint directory, ready to run, and its config.
-
-    Raises `ConfigError` for a config.json that can't be used and `ModelLoadError` for
-    weights that don't fit it.
-    """
-    directory = Path(directory)
-    config = read_model_config(directory)
-    model = build_model(config, dtype, device)
-    load_weights(model, directory, progress)
-    return model, config
 
 
 def load_generation_eos(directory: Path | str) -> tuple[int, ...]:

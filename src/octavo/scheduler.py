@@ -360,7 +360,7 @@ class Scheduler:
 class PrefillFirst(Scheduler):
     """Newcomers before those who run: a step computes prompts or decodes, never both.
 
-    The order of nano-vllm; here to be compared with the decode-first `Scheduler`.
+    The order of nano-vllm's first versions; here to be compared with the decode-first `Scheduler`.
     """
 
     def _continue_running(self, draft: _Draft) -> None:

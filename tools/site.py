@@ -61,7 +61,7 @@ def _copy(path: Path, folder: Path) -> None:
 def _write_api_page(folder: Path, module: str) -> None:
     folder.mkdir(exist_ok=True)
     title = f"``{module}``"
-    text = f"{title}\n{'=' * len(title)}\n\n.. automodule:: {module}\n   :members:\n"
+    text = f"{title}\n{'=' * len(title)}\n\n.. automodule:: {module}\n   :members:\n   :ignore-module-all:\n"
     (folder / f"{module}.rst").write_text(text, "utf-8")
 
 

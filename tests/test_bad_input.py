@@ -70,7 +70,7 @@ def test_what_is_no_id_is_refused_beside_good_ones(prompt: Any) -> None:
     assert "a prompt is text or a list of token ids, not" in served_beside(prompt)
 
 
-@pytest.mark.parametrize("prompt", [None, 5, 1.5, b"ab", {"a": 1}, object()], ids=repr)
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, b"ab", {"a": 1}, Ellipsis], ids=repr)
 def test_what_is_no_prompt_at_all_is_refused_beside_good_ones(prompt: Any) -> None:
     assert "a prompt is text or a list of token ids, not" in served_beside(prompt)
 
@@ -262,8 +262,8 @@ def test_what_looks_odd_but_has_a_meaning_is_taken(params: Any) -> None:
 
 
 def test_a_parameter_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="temperatur"):
+        SamplingParams(temperatur=0.5)  # type: ignore[call-arg]
 
 
 # Settings of the engine: every field

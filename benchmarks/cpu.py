@@ -27,7 +27,8 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.hub import resolve_model
-from octavo.plotting import commit_name
+from octavo.plotting import quantile
+from octavo.provenance import commit_name
 
 OUTPUT = 64
 RESULTS = Path(__file__).parent / "results"
@@ -230,8 +231,8 @@ def bench_one(
         f"cpu/{dtype}/{name}",
         "output_tokens_per_s",
         median,
-        rates[0],
-        rates[-1],
+        quantile(tuple(rates), 0.1),
+        quantile(tuple(rates), 0.9),
         repetitions,
         whole,
         config,

@@ -136,16 +136,16 @@ def default_cpu_budget() -> int:
 def largest_plan(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> Plan:
-    """A step as large as any: every row takes part, and the tokens are used up.
+    """As many rows and tokens as a step may have: every row runs, the budget is used up.
 
     Its block tables name no block, so that all its keys land in the reserved one.
     """
     share, rest = divmod(max_num_batched_tokens, max_num_seqs)
     counts = [min(share + (row < rest), max_model_len - 1) for row in range(max_num_seqs)]
-    greedy_off = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
-    entries = (
+    sampling = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
+    entries = (  # request, epoch, row, start, count, samples, no blocks, joins, token ids
         ScheduledRequest(
-            Request("warm-up", [0], greedy_off),
+            Request("warm-up", [0], sampling),
             0,
             row,
             0,

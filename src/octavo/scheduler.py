@@ -211,7 +211,7 @@ class Scheduler:
         self.running.insert(place, request)  # in order of arrival: the last is the youngest
 
     def _blocks_missing(self, request: Request, count: int) -> int:
-        """Blocks to append so that `count` more tokens have a place (B24: nothing but this line)."""
+        """Blocks to append so that `count` more tokens have a place."""
         end = request.num_computed_tokens + count
         return self.num_blocks_for(end) - len(request.block_table)
 

@@ -18,7 +18,7 @@ __all__ = ["StepCost"]
 class StepCost:
     """Seconds of a step by chapter 01's `step_work`; `overhead` (seconds) comes on top.
 
-    Asks `step_work` for the weight of each count once, because work is linear in them.
+    Asks `step_work` for the factor of each count once, because work is linear in them.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StepCost:
         if not entries:
             return Work()
         tokens = cached = pairs = samples = 0
-        for _, _, _, start, count, is_last, *_ in entries:  # fields: three times faster
+        for _, _, _, start, count, is_last, *_ in entries:  # faster than by name
             tokens += count
             cached += start
             pairs += count * start + count * (count + 1) // 2

@@ -15,7 +15,7 @@ DEV := $(VENV)/.stamp-dev
 INSTALL := $(PYTHON) -m tools.install --venv $(VENV) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test book run-book docs lab test-gpu soak lint format hooks clean
+.PHONY: help install demo test book run-book docs lab test-gpu soak bench-cpu lint format hooks clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -54,6 +54,9 @@ test-gpu: $(DEV)  ## the tests and notebook cells that need a CUDA card
 soak: $(DEV)  ## the tests and notebook cells that run for minutes
 	@$(PY) -m pytest -m soak $(ARGS) || [ $$? -eq 5 ]
 	@$(PY) -m tools.notebooks soak
+
+bench-cpu: $(DEV)  ## Octavo beside transformers on this CPU (10 minutes or more; ARGS="--dtype float32")
+	@$(PY) benchmarks/cpu.py $(ARGS)
 
 lint: $(DEV)  ## ruff, mypy and spelling, in seconds
 	@$(PY) -m ruff check .

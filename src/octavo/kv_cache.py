@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "pool_for_budget",
     "fit_model_len",
     "default_cpu_budget",
+    "container_limit",
     "largest_plan",
     "measure_peak",
     "DeviceMemory",
@@ -126,11 +128,23 @@ def fit_model_len(pool: PoolSize, wanted: int, *, asked_for: bool) -> int:
 
 
 def default_cpu_budget() -> int:
-    """Bytes for the KV cache on a CPU: a quarter of the machine's memory (1 GiB if unknown)."""
+    """Bytes for the KV cache on a CPU: a quarter of the memory (1 GiB if that is unknown).
+
+    The memory is the machine's, or a container's limit (cgroup v2) where that is lower.
+    """
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):  # Windows has no sysconf
-        return 2**30
+        memory = 2**32
+    return min(memory, container_limit() or memory) // 4
+
+
+def container_limit(file: str | Path = "/sys/fs/cgroup/memory.max") -> int | None:
+    """The control group's memory limit in bytes; None without one."""
+    try:
+        return int(Path(file).read_text())
+    except (OSError, ValueError):  # no such file, or the word "max"
+        return None
 
 
 def largest_plan(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from octavo.config import DTYPE_BYTES, ConfigError, ModelConfig
+from octavo.config import DTYPE_BYTES, ConfigError, ModelConfig, require_int
 from octavo.presets import HARDWARE as HARDWARE
 from octavo.presets import MODELS as MODELS
 from octavo.presets import Hardware
@@ -130,8 +130,7 @@ def shard(model: ModelConfig, tensor_parallel_size: int) -> ModelConfig:
     neither divided nor repeated evenly.
     """
     ranks = tensor_parallel_size
-    if not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"tensor_parallel_size={ranks!r}: give a whole number >= 1")
+    require_int("tensor_parallel_size", ranks, 1)
     for name in ("num_heads", "intermediate_size"):
         if getattr(model, name) % ranks:
             raise ConfigError(

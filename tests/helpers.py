@@ -193,7 +193,7 @@ def check_all_returned(engine: Engine) -> None:
     for _ in range(3):  # let zombies in flight come back
         engine.step()
     scheduler = engine.scheduler
-    assert isinstance(scheduler, Scheduler) and isinstance(scheduler.allocator, BlockPool)
+    assert isinstance(scheduler, Scheduler)
     assert not engine.has_unfinished and not scheduler.has_unfinished
     check_scheduler_empty(scheduler)
 

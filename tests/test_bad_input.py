@@ -281,6 +281,13 @@ BAD_SETTINGS: dict[str, list[Any]] = {
     "kv_cache_memory": COUNTS,
     "gpu_memory_utilization": [0, -0.1, 1.1, float("nan"), "most", None, True],
     "attention": ["magic", None, 1],
+    "layer_ops": ["magic", None, 1],
+    "prefix_cache": ["trie", None, True],
+    "chunked_prefill": ["yes", None, 1],
+    "max_chunk_tokens": [0, -1, 2.5, True],
+    "scheduling_policy": ["lifo", None],
+    "batching": ["static", None],
+    "defer_shared_prefix": ["no", None, 0],
     "seed": [-1, 2**64, 1.5, "x", True],
 }
 
@@ -313,7 +320,7 @@ def test_b28_a_step_too_small_for_what_was_asked_is_refused_at_the_start(
     smaller: str,
 ) -> None:
     with pytest.raises(ConfigError, match=f"max_num_batched_tokens=8 is below {smaller}=9"):
-        EngineConfig(max_num_batched_tokens=8, **{smaller: 9})
+        EngineConfig(max_num_batched_tokens=8, chunked_prefill=False, **{smaller: 9})
 
 
 def test_two_sizes_for_one_pool_are_refused() -> None:

@@ -1,12 +1,13 @@
 """What may happen while a step is in flight, row by row, in the plain and the overlapped loop.
 
-Both loops must give the tokens that the counting model says without any engine. Cases that
+Both loops must give the tokens that the counting model says without any engine. First the
+contract's table, one test a row over every cache; then each row's finer points. Cases that
 users of other engines reported are named by their number (B14, B23, ...).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,10 +26,13 @@ from helpers import (
     serve,
 )
 
+from octavo.block_pool import BlockPool
 from octavo.config import OctavoError
 from octavo.engine import Engine
 from octavo.example import CountingRunner, CountingTokenizer, checksum, count_up
-from octavo.request import RequestError, RequestStatus, SamplingParams, StepResult
+from octavo.prefix_cache import PREFIX_CACHES, make_prefix_cache
+from octavo.request import Request, RequestError, RequestStatus, SamplingParams, StepResult
+from octavo.scheduler import Scheduler
 
 both_engines = pytest.mark.parametrize("kind", ENGINES)
 both_depths = pytest.mark.parametrize("depth", [1, 2], ids=["plain", "overlapped"])
@@ -42,6 +46,171 @@ def loop_of(scheduler: Any, depth: int, next_token: Any = checksum) -> Loop:
 
 def text_of(token_ids: list[int]) -> str:
     return CountingTokenizer().decode(token_ids)
+
+
+# The table of the contract, row by row
+
+
+class Pieces:
+    """A policy that runs a prompt five tokens at a time."""
+
+    def take(self, work_left: int, budget: int) -> int:
+        return min(work_left, budget, 5)
+
+
+def cached_loop(cache: str, depth: int, num_blocks: int = 64, **options: Any) -> Loop:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    allocator = make_prefix_cache(cache, BlockPool(num_blocks, 4))
+    scheduler = Scheduler(allocator, **{**limits, **options})
+    return loop_of(scheduler, depth)
+
+
+def turn_until(loop: Loop, done: Callable[[], bool], most: int = 60) -> None:
+    while loop.busy and not done():
+        loop.turn()
+        holders = [*loop.scheduler.running, *loop.scheduler._leaving]
+        loop.scheduler.allocator.check_integrity([r.block_table for r in holders])
+        most -= 1
+        assert most, "somebody waits for ever"
+
+
+def to_the_end(loop: Loop, *requests: Request) -> list[list[int]]:
+    """Add them, serve them; their answers. Every block must be back then."""
+    for r in requests:
+        loop.scheduler.add(r)
+    turn_until(loop, lambda: False)
+    check_scheduler_empty(loop.scheduler)
+    return [r.output_token_ids for r in requests]
+
+
+def row_ending(cache: str, depth: int) -> list[list[int]]:
+    loop, say = cached_loop(cache, depth), continuation([1, 2, 3], 4)
+    rs = [
+        request("eos", [1, 2, 3], max_tokens=9, eos=say[3:4]),
+        request("stop id", [1, 2, 3], max_tokens=9, stop_token_ids=say[3:4]),
+        request("length", [1, 2, 3], max_tokens=4),
+    ]
+    answers = to_the_end(loop, *rs)
+    assert [r.finish_reason for r in rs] == ["stop", "stop", "length"]
+    zombies = [len(loop.runner.entries_of(r.request_id)) - 4 for r in rs]
+    assert zombies == [depth - 1, depth - 1, 0]  # a length is foreseen
+    known = loop.scheduler.cache.match(request("m", [1, 2, 3, *say, 0, 0], max_tokens=1))
+    assert len(known) == (cache != "none")  # position 7 was never published
+    assert answers == [say] * 3
+    return answers
+
+
+def row_stop_string(cache: str, depth: int) -> list[list[int]]:
+    loop, r = cached_loop(cache, depth), request("r", [1, 2, 3], max_tokens=20)
+    loop.scheduler.add(r)
+    turn_until(loop, lambda: r.num_output_tokens == 5)
+    loop.scheduler.finish(r, 3, "text")
+    turn_until(loop, lambda: False)
+    check_scheduler_empty(loop.scheduler)
+    assert len(loop.runner.entries_of("r")) == 5 + depth - 1
+    assert r.output_token_ids == continuation([1, 2, 3], 3) and r.stop_reason == "text"
+    return [r.output_token_ids]
+
+
+def row_abort(cache: str, depth: int) -> list[list[int]]:
+    loop = cached_loop(cache, depth, max_num_seqs=1)
+    goes, heir = request("goes", [1] * 5), request("heir", [1] * 5, max_tokens=4)
+    loop.scheduler.add(goes)
+    loop.scheduler.add(heir)
+    turn_until(loop, lambda: goes.num_output_tokens == 2)
+    loop.scheduler.abort(goes)
+    assert goes not in loop.scheduler.running and bool(goes.block_table) == (depth > 1)
+    turn_until(loop, lambda: False)
+    check_scheduler_empty(loop.scheduler)
+    assert goes.output_token_ids == continuation([1] * 5, 2)
+    assert heir.num_cached_tokens == (0 if cache == "none" else 4)
+    assert heir.output_token_ids == continuation([1] * 5, 4)
+    return [heir.output_token_ids]
+
+
+def row_preemption(cache: str, depth: int) -> list[list[int]]:
+    loop = cached_loop(cache, depth, num_blocks=6)
+    rs = [request(str(i), [i] * 4, max_tokens=14) for i in range(3)]
+    answers = to_the_end(loop, *rs)
+    assert sum(r.num_preemptions for r in rs) > 0
+    assert answers == [continuation([i] * 4, 14) for i in range(3)]
+    return answers
+
+
+def row_publication(cache: str, depth: int) -> list[list[int]]:
+    """Second and third come in the step of the first and in the next; the fourth later."""
+    loop = cached_loop(cache, depth)
+    rs = [request(str(i), range(9), max_tokens=6) for i in range(4)]
+    for r in rs[:2]:
+        loop.scheduler.add(r)
+    loop.submit()
+    loop.scheduler.add(rs[2])
+    if depth == 1:
+        loop.complete()
+    loop.turn()
+    loop.turn()
+    answers = to_the_end(loop, rs[3])
+    hit = 0 if cache == "none" else 8
+    hits = [r.num_cached_tokens for r in rs]
+    assert hits == [0, 0, hit if depth == 1 else 0, hit]
+    return [r.output_token_ids for r in rs[:3]] + answers
+
+
+def row_deferral(cache: str, depth: int) -> list[list[int]]:
+    loop = cached_loop(cache, depth, defer_shared_prefix=True)
+    rs = [request(str(i), range(9), max_tokens=6) for i in range(4)]
+    answers = to_the_end(loop, *rs)
+    hit = 0 if cache == "none" else 8
+    assert [r.num_cached_tokens for r in rs] == [0, hit, hit, hit]
+    return answers
+
+
+def row_chunk(cache: str, depth: int) -> list[list[int]]:
+    loop, r = (
+        cached_loop(cache, depth, policy=Pieces()),
+        request("r", range(14), max_tokens=4),
+    )
+    answers = to_the_end(loop, r)
+    entries = loop.runner.entries_of("r")
+    assert [(e.count, e.samples) for e in entries[:4]] == [
+        (5, False),
+        (5, False),
+        (4, True),
+        (1, True),
+    ]
+    return answers
+
+
+def row_empty_plan(cache: str, depth: int) -> list[list[int]]:
+    loop, r = cached_loop(cache, depth), request("r", [5, 6], max_tokens=1)
+    answers = to_the_end(loop, r)
+    empty = [plan for plan in loop.runner.plans if not plan.entries]
+    assert len(empty) == depth - 1  # its only token was on the way
+    return answers
+
+
+ROWS: dict[str, Callable[[str, int], list[list[int]]] | None] = {
+    "EOS, stop id, length": row_ending,
+    "stop string": row_stop_string,
+    "abort": row_abort,
+    "preemption": row_preemption,
+    "rejected drafts": None,
+    "mask that depends on the last token": None,
+    "prefix publication": row_publication,
+    "prefix publication, deferred": row_deferral,
+    "a chunk that isn't the last": row_chunk,
+    "empty plan": row_empty_plan,
+}
+
+
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
+@pytest.mark.parametrize("row", ROWS)
+@both_depths
+def test_a_row_of_the_contract(cache: str, row: str, depth: int) -> None:
+    """The row's own conditions, and the tokens of the plain loop without a cache."""
+    if (scenario := ROWS[row]) is None:
+        pytest.skip("this engine has no drafts and no structured output")
+    assert scenario(cache, depth) == scenario("none", 1)
 
 
 # EOS, stop id, length
@@ -360,7 +529,7 @@ def test_an_empty_plan_that_nothing_can_end_is_a_clear_error() -> None:
             return 0 if scheduler.waiting else work_left  # generous until somebody waits
 
     scheduler = counting_scheduler(policy=SoonNothing())
-    scheduler.add(request("a", [1]))
+    scheduler.add(request("a", [1, 1]))
     with pytest.raises(
         OctavoError, match="nothing can run: 1 waiting, 0 running, 64 of 64"
     ):
@@ -405,7 +574,7 @@ def test_a_broken_step_gives_back_only_after_the_step_behind_it() -> None:
     assert r.row is not None and r.block_table
     scheduler.allocator.check_integrity([r.block_table, other.block_table])
     result = StepResult([[9] for _ in second.entries])
-    assert [p.request for p in scheduler.update(second, result)] == [other]
+    assert [r for r, _ in scheduler.update(second, result)] == [other]
     assert r.row is None and not r.block_table and r.num_output_tokens == 0
     scheduler.allocator.check_integrity([other.block_table])
 

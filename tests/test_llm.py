@@ -30,6 +30,10 @@ from octavo.assembly import Limits, Parts, size_pool
 from octavo.attention import TorchAttention
 from octavo.config import tiny_config
 from octavo.kv_cache import DeviceMemory, block_bytes
+from octavo.layers import TorchOps
+from octavo.native import NativeError, can_compile
+from octavo.native_attention import NativeAttention
+from octavo.native_layers import NativeOps
 from octavo.request import Plan
 
 PROMPTS = ["Good morning.", "An owl 🦉", "x", "The fourth is a good deal longer than that."]
@@ -397,8 +401,58 @@ class TestOptions:
         with load(checkpoint, **options) as llm:
             plans = record_plans(llm)
             llm.generate([[1] * 15] * 4, GREEDY)
+        assert [plan.num_tokens for plan in plans[:2]] == [40, 2 + 20]
+        assert max(plan.num_tokens for plan in plans) == 40
+
+    def test_chunked_prefill(self, checkpoint: Path) -> None:
+        options = {"max_model_len": 40, "max_num_seqs": 8, "max_num_batched_tokens": 40}
+        with load(checkpoint, chunked_prefill=False, **options) as llm:
+            plans = record_plans(llm)
+            llm.generate([[1] * 15] * 4, GREEDY)
         assert [plan.num_tokens for plan in plans[:2]] == [30, 2 + 30]
-        assert max(plan.num_tokens for plan in plans) <= 40
+        with load(checkpoint, max_model_len=90, max_num_batched_tokens=40) as llm:
+            assert len(llm.generate([[1] * 80], GREEDY)[0].token_ids) == 10  # in pieces
+
+    def test_max_chunk_tokens(self, checkpoint: Path) -> None:
+        with load(checkpoint, max_chunk_tokens=7) as llm:
+            plans = record_plans(llm)
+            llm.generate([[1] * 15] * 4, GREEDY)
+        assert [entry.count for entry in plans[0].entries] == [7] * 4
+        assert max(entry.count for plan in plans for entry in plan.entries) == 7
+
+    @pytest.mark.parametrize("prefix_cache", ["none", "hash", "radix"])
+    def test_prefix_cache(self, checkpoint: Path, prefix_cache: str) -> None:
+        with load(checkpoint, prefix_cache=prefix_cache) as llm:
+            llm.generate([[1] * 40], GREEDY)
+            [again] = llm.generate([[1] * 40], GREEDY)
+        found = again.outputs[0].metrics.num_cached_tokens
+        assert found == (0 if prefix_cache == "none" else 32)
+
+    @pytest.mark.parametrize("policy", ["fcfs", "priority"])
+    def test_scheduling_policy(self, checkpoint: Path, policy: str) -> None:
+        with load(checkpoint, scheduling_policy=policy, max_num_seqs=1) as llm:
+            llm.engine.add_request([1, 2], GREEDY, "patient", priority=5)
+            llm.engine.add_request([3, 4], GREEDY, "urgent", priority=0)
+            first = llm.engine.step()[0].request_id
+        assert first == ("urgent" if policy == "priority" else "patient")
+
+    @pytest.mark.parametrize("batching", ["decode-first", "prefill-first"])
+    def test_batching(self, checkpoint: Path, batching: str) -> None:
+        with load(checkpoint, batching=batching) as llm:
+            plans = record_plans(llm)
+            for name in ("first", "second"):
+                llm.engine.add_request([1, 2, 3], GREEDY, name)
+                llm.engine.step()
+        counts = [entry.count for entry in plans[1].entries]
+        assert counts == ([1, 3] if batching == "decode-first" else [3])
+
+    @pytest.mark.parametrize("wait", [True, False])
+    def test_defer_shared_prefix(self, checkpoint: Path, wait: bool) -> None:
+        with load(checkpoint, defer_shared_prefix=wait) as llm:
+            plans = record_plans(llm)
+            llm.generate([[1] * 40] * 2, GREEDY)
+        assert len(plans[0].entries) == (1 if wait else 2)
+        assert [e.count for e in plans[1].entries] == ([1, 8] if wait else [1, 1])
 
     def test_block_size(self, checkpoint: Path) -> None:
         with load(checkpoint, block_size=5) as llm:
@@ -445,6 +499,25 @@ class TestOptions:
         with pytest.raises(ConfigError, match="attention='magic'"):
             load(checkpoint, attention="magic")
 
+        if can_compile():
+            with load(checkpoint, attention="native", dtype="float32") as llm:
+                assert isinstance(llm.engine.runner.attention, NativeAttention)
+                assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+        with pytest.raises(NativeError, match="float64"):
+            load(checkpoint, attention="native")
+
+    def test_layer_ops(self, checkpoint: Path) -> None:
+        answers = []
+        for name, kind in (("torch", TorchOps), ("native", NativeOps)):
+            if name == "native" and not can_compile():
+                continue
+            with load(checkpoint, layer_ops=name, dtype="float32") as llm:
+                assert isinstance(llm.parts.model.model.layers[0].mlp.ops, kind)
+                answers.append(ids_of(llm, PROMPTS, GREEDY))
+        assert all(answer == answers[0] for answer in answers)
+        with pytest.raises(NativeError, match="float64"):
+            load(checkpoint, layer_ops="native")
+
     def test_seed(self, checkpoint: Path) -> None:  # B58
         def draw(seed: int | None) -> list[list[int]]:
             with load(checkpoint, seed=seed) as llm:
@@ -484,7 +557,7 @@ class TestLimits:
         self, checkpoint: Path
     ) -> None:
         with pytest.warns(UserWarning, match="max_model_len is lowered from 2048"):
-            llm = load(checkpoint, max_num_batched_tokens=20)
+            llm = load(checkpoint, max_num_batched_tokens=20, chunked_prefill=False)
         with llm:  # `max_num_seqs` follows too: nobody asked for more
             outputs = llm.generate([[1] * 12, [1] * 20], SamplingParams(max_tokens=None))
         assert len(outputs[0].token_ids) == 8 and outputs[1].error is not None

@@ -8,15 +8,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
-from octavo.attention import AttentionBackend
+from octavo.attention import AttentionBackend, TorchAttention
 from octavo.batch import DeviceRows
 from octavo.block_pool import BlockPool
+from octavo.chunking import ChunkedPrefill
 from octavo.config import ConfigError, EngineConfig, ModelConfig
 from octavo.engine import Engine
 from octavo.kv_cache import (
@@ -30,9 +33,14 @@ from octavo.kv_cache import (
     pool_for_budget,
     read_device_memory,
 )
+from octavo.layers import LayerOps, TorchOps
 from octavo.model_runner import CausalModel, ModelRunner
+from octavo.native import NativeError, can_compile
+from octavo.native_attention import NativeAttention
+from octavo.native_layers import NativeOps, multiplies_bfloat16
+from octavo.prefix_cache import make_prefix_cache
 from octavo.sampler import Sampler
-from octavo.scheduler import Scheduler
+from octavo.scheduler import Scheduler, WholePrompts
 from octavo.tokenizer import Tokenizer
 from octavo.weights import load_generation_eos
 
@@ -41,9 +49,12 @@ __all__ = [
     "choose_device",
     "choose_dtype",
     "Limits",
+    "choose_attention",
+    "choose_layer_ops",
     "Parts",
     "size_pool",
     "all_eos_token_ids",
+    "build_scheduler",
     "build_engine",
 ]
 
@@ -69,7 +80,7 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cpu":
-        narrow = checkpoint != "float32" and _cpu_multiplies_bfloat16()
+        narrow = checkpoint == "bfloat16" and (multiplies_bfloat16() or can_compile())
         return torch.bfloat16 if narrow else torch.float32
     if checkpoint == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
         logger.warning(
@@ -77,11 +88,6 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
         )
         return torch.float16
     return getattr(torch, checkpoint)
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    tests = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
 
 
 @dataclass(frozen=True)
@@ -104,20 +110,53 @@ class Limits:
                 f"{model.max_position_embeddings}; give that or less"
             )
         budget = config.max_num_batched_tokens
-        if budget is not None and budget < length:
+        if not config.chunked_prefill and budget is not None and budget < length:
             warnings.warn(
-                f"a whole prompt must fit into a step of max_num_batched_tokens={budget}, so "
-                f"max_model_len is lowered from {length} to that",
+                f"without chunked_prefill a whole prompt must fit into a step of "
+                f"max_num_batched_tokens={budget}, so max_model_len is lowered from {length} "
+                "to that",
                 stacklevel=2,
             )
             length = budget
-        most = 256 if device.type == "cuda" else 32
+        most, tokens = (256, 8192) if device.type == "cuda" else (32, 2048)
         seqs = config.max_num_seqs or min(most, budget or most)
-        return cls(seqs, budget or max(length, seqs, 2048), length)
+        at_least = seqs if config.chunked_prefill else max(length, seqs)
+        return cls(seqs, budget or max(at_least, tokens), length)
 
     def with_model_len(self, length: int) -> Limits:
         """The same with a lower `max_model_len`."""
         return dataclasses.replace(self, max_model_len=length)
+
+
+def _native_or(
+    plain: Any, native: Callable[[], Any], asked: str, device: torch.device
+) -> Any:
+    """`native()` if it is asked for, or if "auto" finds that it can be had; else `plain`."""
+    if asked == "torch":
+        return plain
+    try:
+        if device.type != "cpu":
+            raise NativeError(f"the C code runs on a CPU, not on {device}")
+        return native()
+    except NativeError as reason:
+        if asked == "native":
+            raise
+        if device.type == "cpu":
+            logger.info("plain PyTorch on the CPU: %s", reason)
+        return plain
+
+
+def choose_attention(
+    name: str, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    """The backend for `EngineConfig.attention`; NativeError if it can't be had here."""
+    build = partial(NativeAttention, dtype, model.head_dim)
+    return cast(AttentionBackend, _native_or(TorchAttention(), build, name, device))
+
+
+def choose_layer_ops(name: str, dtype: torch.dtype, device: torch.device) -> LayerOps:
+    """The arithmetic for `EngineConfig.layer_ops`; NativeError if it can't be had here."""
+    return cast(LayerOps, _native_or(TorchOps(), partial(NativeOps, dtype), name, device))
 
 
 @dataclass(frozen=True)
@@ -171,6 +210,19 @@ def all_eos_token_ids(
     )
 
 
+def build_scheduler(config: EngineConfig, pool: BlockPool, limits: Limits) -> Scheduler:
+    """The scheduler with the policies and the prefix cache that the config names."""
+    whole = WholePrompts()
+    return Scheduler(
+        make_prefix_cache(config.prefix_cache, pool),
+        **dataclasses.asdict(limits),
+        policy=ChunkedPrefill(config.max_chunk_tokens) if config.chunked_prefill else whole,
+        order=config.scheduling_policy,
+        batching=config.batching,
+        defer_shared_prefix=config.defer_shared_prefix,
+    )
+
+
 def build_engine(
     config: EngineConfig, parts: Parts, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
 ) -> Engine:
@@ -181,9 +233,8 @@ def build_engine(
     length = fit_model_len(pool, limits.max_model_len, asked_for=asked_for)
     limits = limits.with_model_len(length)
     blocks = BlockPool(pool.num_blocks, pool.block_size)
-    scheduler = Scheduler(blocks, **dataclasses.asdict(limits))
     return Engine(
-        scheduler,
+        build_scheduler(config, blocks, limits),
         parts.runner(pool.num_blocks, limits),
         tokenizer,
         vocab_size=parts.config.vocab_size,

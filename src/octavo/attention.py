@@ -5,7 +5,7 @@ Generated from chapters/07_forward_pass.md; edit there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,7 +21,10 @@ __all__ = [
     "PagedCache",
     "AttentionBackend",
     "store_kv",
+    "PrefillSpan",
+    "prefill_spans",
     "TorchAttention",
+    "attend_span",
 ]
 
 
@@ -92,7 +95,7 @@ def _bucketed(block_counts: Iterable[int]) -> list[list[int]]:
     return list(buckets.values())
 
 
-class _Prefill(NamedTuple):
+class PrefillSpan(NamedTuple):
     """One sequence with more than one token in this step."""
 
     tokens: slice
@@ -115,6 +118,21 @@ class _Prefill(NamedTuple):
         ]
 
 
+def prefill_spans(metadata: AttentionMetadata, block_size: int) -> Iterator[PrefillSpan]:
+    """The sequences of a batch that have more than one token in this step."""
+    begin, device = metadata.num_decodes, metadata.slot_mapping.device
+    for index in range(metadata.num_decodes, len(metadata.seqlens_q)):
+        count, length = metadata.seqlens_q[index], metadata.seqlens_k[index]
+        tokens, begin = slice(begin, begin + count), begin + count
+        blocks = mask = None
+        if length > count:
+            width = -(-length // block_size)
+            blocks = metadata.block_table[index, :width].long()
+            ones = torch.ones(count, length, dtype=torch.bool, device=device)
+            mask = ones.tril(length - count)
+        yield PrefillSpan(tokens, length, blocks, mask)
+
+
 class TorchAttention:
     """The plain `AttentionBackend`: PyTorch only, any device, dtype, block and head size."""
 
@@ -127,12 +145,12 @@ class _TorchStep:
     """One step of `TorchAttention`."""
 
     def __init__(self, cache: PagedCache, metadata: AttentionMetadata) -> None:
-        self.cache = cache
+        self.cache, self.metadata = cache, metadata
         self.slots = metadata.slot_mapping
         self.block_size = cache.layer(0)[0].shape[1]
         self.begun = self._begun(metadata)
         self.decodes = self._decodes(metadata)
-        self.prefills = list(self._prefills(metadata))
+        self.prefills = list(prefill_spans(metadata, self.block_size))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_cache, v_cache = self.cache.layer(layer)
@@ -143,7 +161,7 @@ class _TorchStep:
                 out[bucket.members] = _decode(q[bucket.members], k_cache, v_cache, bucket)
             for part in self.prefills:
                 keys, values = part.context(k, v, k_cache, v_cache)
-                out[part.tokens] = _prefill(q[part.tokens], keys, values, part.mask)
+                out[part.tokens] = attend_span(q[part.tokens], keys, values, part.mask)
         return out
 
     def _store(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -191,19 +209,6 @@ class _TorchStep:
         mask = torch.arange(width * size, device=device) < ends
         return _Bucket(members, blocks.flatten().long(), mask[:, None, None])
 
-    def _prefills(self, metadata: AttentionMetadata) -> Iterable[_Prefill]:
-        begin = metadata.num_decodes
-        for index in range(metadata.num_decodes, len(metadata.seqlens_q)):
-            count, length = metadata.seqlens_q[index], metadata.seqlens_k[index]
-            tokens, begin = slice(begin, begin + count), begin + count
-            blocks = mask = None
-            if length > count:
-                width = -(-length // self.block_size)
-                blocks = metadata.block_table[index, :width].long()
-                ones = torch.ones(count, length, dtype=torch.bool, device=self.slots.device)
-                mask = ones.tril(length - count)
-            yield _Prefill(tokens, length, blocks, mask)
-
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: _Bucket) -> Tensor:
     """q [B, num_heads, head_dim]; the group of heads of one key head plays the queries."""
@@ -220,7 +225,7 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: _Bucket) -> Ten
     return out.reshape(batch, num_heads, head_dim)
 
 
-def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attend_span(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q [n, num_heads, head_dim] over k, v [m, num_kv_heads, head_dim]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))

@@ -91,7 +91,7 @@ class StaticBatcher:
             request.num_inflight_tokens -= 1
             if not request.is_finished:
                 request.token_ids.extend(token_ids)
-                progress.append(Progress(request, token_ids))
+                progress.append((request, token_ids))
                 self._end_if_done(request, token_ids[-1])
         return progress
 

@@ -5,8 +5,8 @@ Generated from chapters/04_blocks.md; edit there.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator
 
 from octavo.config import ConfigError, OctavoError
 
@@ -14,7 +14,7 @@ __all__ = ["BlockPool", "slot_of"]
 
 
 class BlockPool:
-    """Blocks 0 to `num_blocks - 1`, each free or referenced by one or more requests.
+    """Blocks 0 to `num_blocks - 1`, each free, cached, or referenced by some requests.
 
     Implements `octavo.request.BlockAllocator`. One further block, number `num_blocks`,
     is never handed out: padded rows of a batch read and write it (`padding_block`).
@@ -29,8 +29,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._ref_counts = [0] * num_blocks
+        self._kept = bytearray(num_blocks)  # 1: somebody knows what is in it
         self._num_touched = 0  # blocks from here on were never handed out
-        self._freed: OrderedDict[int, None] = OrderedDict()
+        self._freed: deque[int] = deque()
+        self._cached: OrderedDict[int, None] = OrderedDict()  # kept, and held by nobody
 
     @property
     def padding_block(self) -> int:
@@ -43,9 +45,14 @@ class BlockPool:
         return len(self._freed) + self.num_blocks - self._num_touched
 
     @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody holds and whose content is kept."""
+        return len(self._cached)
+
+    @property
     def num_used_blocks(self) -> int:
         """Blocks that somebody references."""
-        return self.num_blocks - self.num_free_blocks
+        return self.num_blocks - self.num_free_blocks - len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
         """How many requests hold this block."""
@@ -60,21 +67,25 @@ class BlockPool:
             raise OctavoError(f"{count} blocks wanted, {self.num_free_blocks} free")
         fresh = range(self._num_touched, min(self._num_touched + count, self.num_blocks))
         self._num_touched = fresh.stop
-        reused = [self._freed.popitem(last=False)[0] for _ in range(count - len(fresh))]
-        block_ids = [*fresh, *reused]
+        block_ids = [*fresh, *(self._freed.popleft() for _ in range(count - len(fresh)))]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more reader for each block; OctavoError for one that nobody holds."""
+        """One more reader for each block; OctavoError for a free one.
+
+        A cached block is in use again, with its content.
+        """
         for block_id in block_ids:
             if not self._ref_counts[block_id]:
-                raise OctavoError(f"block {block_id} is free and can't be shared")
+                if block_id not in self._cached:
+                    raise OctavoError(f"block {block_id} is free and can't be shared")
+                del self._cached[block_id]
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """One reader fewer for each block; without readers it joins the end of the queue.
+        """One reader fewer for each; a block without readers is cached if it is kept, else free.
 
         Freeing a block that nobody holds is an OctavoError: two owners both thought it theirs.
         """
@@ -83,8 +94,34 @@ class BlockPool:
             if not count:
                 raise OctavoError(f"block {block_id} was freed twice")
             self._ref_counts[block_id] = count - 1
-            if count == 1:
-                self._freed[block_id] = None
+            if count == 1 and self._kept[block_id]:
+                self._cached[block_id] = None
+            elif count == 1:
+                self._freed.append(block_id)
+
+    def keep(self, block_id: int) -> None:
+        """Its content is known: when its last reader leaves, it becomes cached, not free."""
+        if not self._ref_counts[block_id] and block_id not in self._cached:
+            raise OctavoError(f"block {block_id} is free; nothing in it can be kept")
+        self._kept[block_id] = 1
+
+    def forget(self, block_id: int) -> None:
+        """Its content isn't wanted any more; a cached block becomes free at once.
+
+        A block that isn't kept is left as it is.
+        """
+        self._kept[block_id] = 0
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._freed.append(block_id)
+
+    def is_kept(self, block_id: int) -> bool:
+        """Was it marked by `keep`, and not forgotten since?"""
+        return bool(self._kept[block_id])
+
+    def cached_blocks(self) -> Iterator[int]:
+        """The cached blocks, the one first that has been idle longest; the pool must not change meanwhile."""
+        return iter(self._cached)
 
     def check_integrity(self, block_tables: Iterable[Iterable[int]] | None = None) -> None:
         """Raise OctavoError unless every block is in exactly one state.
@@ -92,12 +129,20 @@ class BlockPool:
         With the `block_tables` of all requests that hold blocks, reference counts are compared
         with the number of tables that name each block.
         """
+        times_freed = Counter(self._freed)
         for block_id, count in enumerate(self._ref_counts):
-            in_queue, touched = block_id in self._freed, block_id < self._num_touched
-            if in_queue + (count > 0) + (not touched) != 1 or count < 0:
+            freed, touched = times_freed[block_id], block_id < self._num_touched
+            cached, kept = block_id in self._cached, self._kept[block_id] == 1
+            states = freed + cached + (count > 0) + (not touched)
+            if (
+                states != 1
+                or count < 0
+                or (cached and not kept)
+                or (kept and not count + cached)
+            ):
                 raise OctavoError(
-                    f"block {block_id} is in no state or in two: references={count}, "
-                    f"in the free queue={in_queue}, ever used={touched}"
+                    f"block {block_id} is in no state or in two: references={count}, in the free "
+                    f"queue={freed}, cached={cached}, kept={kept}, ever used={touched}"
                 )
         if block_tables is not None:
             self._check_tables(block_tables)

@@ -24,6 +24,8 @@ __all__ = [
     "ModelConfig",
     "tiny_config",
     "ATTENTION_BACKENDS",
+    "LAYER_OPS",
+    "PREFIX_CACHES",
     "EngineConfig",
 ]
 
@@ -232,7 +234,9 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> Mod
     return ModelConfig(architecture, **(fields | overrides))
 
 
-ATTENTION_BACKENDS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "torch", "native")
+LAYER_OPS = ("auto", "torch", "native")
+PREFIX_CACHES = ("none", "hash", "radix")
 
 
 @dataclass(frozen=True)
@@ -245,11 +249,19 @@ class EngineConfig:
     max_model_len: longest prompt plus output, in tokens; None is the model's own limit,
         lowered with a warning if the pool of blocks is smaller.
     max_num_seqs: requests that may run at once; None is 256 on CUDA and 32 on the CPU.
-    max_num_batched_tokens: tokens in one step; None makes room for the longest prompt.
+    max_num_batched_tokens: tokens in one step; None is 8,192 on CUDA and 2,048 on the CPU, and
+        more if prompts must stay whole.
     block_size: tokens in one KV block.
     num_kv_blocks, kv_cache_memory (bytes): size of the pool, set by hand; at most one.
     gpu_memory_utilization: share of the card's memory to use when neither is set.
-    attention: the backend's name; "auto" takes the fastest that the machine supports.
+    prefix_cache: "hash", "radix" or "none" (chapter 05).
+    chunked_prefill: cut prompts that don't fit into what is left of a step (chapter 06);
+        max_chunk_tokens: most tokens of one prompt in one step.
+    scheduling_policy: "fcfs", or "priority" (lower `priority` first); batching: "decode-first",
+        or "prefill-first"; defer_shared_prefix: wait a step for a prefix that another request
+        is computing (chapter 03).
+    attention, layer_ops: who computes attention and the layers, "torch" or "native" (C on a
+        CPU); "auto" takes the fastest that the machine supports.
     seed: base for requests without a seed of their own; None takes fresh entropy.
     """
 
@@ -262,12 +274,26 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
+    prefix_cache: str = "hash"
+    chunked_prefill: bool = True
+    max_chunk_tokens: int | None = None
+    scheduling_policy: str = "fcfs"
+    batching: str = "decode-first"
+    defer_shared_prefix: bool = False
     attention: str = "auto"
+    layer_ops: str = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, ("auto", *DTYPE_BYTES))
         require_choice("attention", self.attention, ATTENTION_BACKENDS)
+        require_choice("layer_ops", self.layer_ops, LAYER_OPS)
+        require_choice("prefix_cache", self.prefix_cache, PREFIX_CACHES)
+        require_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        require_choice("batching", self.batching, ("decode-first", "prefill-first"))
+        for name in ("chunked_prefill", "defer_shared_prefix"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name}={value!r}: give True or False")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device={self.device!r}: give auto, cpu, cuda or cuda:N")
         require_int("block_size", self.block_size, 1)
@@ -286,13 +312,17 @@ _OPTIONAL_COUNTS = (
     "max_num_batched_tokens",
     "num_kv_blocks",
     "kv_cache_memory",
+    "max_chunk_tokens",
 )
 
 
 def _check_budgets(config: EngineConfig) -> None:
     """Refuse settings that contradict each other; unset ones are resolved later."""
     budget = config.max_num_batched_tokens
-    for name in ("max_model_len", "max_num_seqs"):
+    names = (
+        ("max_num_seqs",) if config.chunked_prefill else ("max_model_len", "max_num_seqs")
+    )
+    for name in names:
         value = getattr(config, name)
         if budget is not None and value is not None and budget < value:
             raise ConfigError(

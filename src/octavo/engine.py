@@ -11,7 +11,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from octavo.outputs import Answer, CompletionOutput, RequestDelta, TextCodec, refusal
 from octavo.request import (
@@ -35,6 +36,8 @@ class EngineStats:
     num_steps: int = 0
     num_computed_tokens: int = 0
     """Tokens run through the model, recomputations included."""
+    num_cached_tokens: int = 0
+    """Tokens that weren't run because a cache had them when their request came in."""
     num_output_tokens: int = 0
     num_preemptions: int = 0
 
@@ -87,6 +90,10 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += plan.num_tokens
         self.stats.num_preemptions += len(plan.preempted)
+        firsts = (e.request for e in plan.entries if e.joins and e.epoch == 0)
+        self.stats.num_cached_tokens += sum(
+            request.num_cached_tokens or 0 for request in firsts
+        )
 
     def _deliver(self, progress: Iterable[Progress]) -> list[RequestDelta]:
         self._arrived.extend(progress)
@@ -119,19 +126,29 @@ class Engine:
         prompt: str | Sequence[int],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> str:
-        """Queue a prompt (text or token ids); returns its id. Raises `RequestError`."""
+        """Queue a prompt (text or token ids); returns its id. Raises `RequestError`.
+
+        Requests share cached prefixes only with those of the same `cache_salt`. A lower `priority`
+        is served first by a scheduler with `order="priority"`.
+        """
         params = sampling_params or SamplingParams()
         name = self._new_id() if request_id is None else request_id
         if name in self._groups:
             raise RequestError(f"request id {name!r} is in use; choose another")
-        token_ids = self._encode(prompt)
-        group = [
-            Request(
-                name, list(token_ids), params, self._eos_for(params), sample_index=index
+        _check_standing(cache_salt, priority)
+        first = Request(name, self._encode(prompt), params, self._eos_for(params))
+        first.cache_salt, first.priority = cache_salt, priority
+        followers = (
+            replace(
+                first, token_ids=list(first.token_ids), sample_index=index, leader=first
             )
-            for index in range(params.n)
-        ]
+            for index in range(1, params.n)
+        )
+        group = [first, *followers]
         self._enqueue(name, group)
         # After the queue has taken them: a refused prompt must not use up a random number.
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
@@ -194,11 +211,14 @@ class Engine:
         prompts: Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         request_ids: Sequence[str] | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> Iterator[RequestDelta]:
         """Serve prompts together and yield each new piece of text as it comes.
 
         Closing the iterator early aborts what is unfinished. The ids default to "0", "1", ...,
-        counted over the engine's life.
+        counted over the engine's life; `cache_salt` and `priority` hold for all of the prompts.
         """
         if isinstance(prompts, str):
             raise TypeError("stream takes a list of prompts; put the one text into a list")
@@ -209,10 +229,11 @@ class Engine:
         if len(names) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(names)} request ids")
         inbox: deque[RequestDelta] = deque()
+        standing: dict[str, Any] = {"cache_salt": cache_salt, "priority": priority}
         taken: list[str] = []  # a refused name may belong to somebody else's request
         try:
             for prompt, param, name in zip(prompts, params, names, strict=True):
-                if self._submit(prompt, param, name, inbox):
+                if self._submit(prompt, param, name, inbox, **standing):
                     taken.append(name)
             yield from self._drain(taken, inbox)
         finally:
@@ -227,10 +248,11 @@ class Engine:
         params: SamplingParams,
         name: str,
         inbox: deque[RequestDelta],
+        **standing: Any,
     ) -> bool:
         """Queue a prompt, or put its refusal into the inbox and return False."""
         try:
-            self.add_request(prompt, params, name)
+            self.add_request(prompt, params, name, **standing)
         except RequestError as error:
             inbox.append(RequestDelta(name, 0, "", (), refusal(error)))
             return False
@@ -287,6 +309,13 @@ class Engine:
         text = "".join(answer.pieces[sent:])
         finished = self._retire(answer, self.clock(), error)
         return RequestDelta(request.request_id, request.sample_index, text, (), finished)
+
+
+def _check_standing(cache_salt: object, priority: object) -> None:
+    if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+        raise RequestError(f"cache_salt={cache_salt!r}: expected None or a non-empty text")
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise RequestError(f"priority={priority!r}: expected a whole number")
 
 
 def expand_params(

@@ -161,7 +161,7 @@ class OneAtATimeScheduler:
             self._end(request, FinishReason.STOP)
         elif request.num_tokens >= request.max_total_tokens:
             self._end(request, FinishReason.LENGTH)
-        return Progress(request, token_ids)
+        return request, token_ids
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.status, request.finish_reason = RequestStatus.FINISHED, reason

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from octavo.config import ModelLoadError
+from octavo.native import cache_root
 
-__all__ = ["Notify", "Wheel", "ALIASES", "resolve_model", "cached_directory", "cache_root"]
+__all__ = ["Notify", "Wheel", "ALIASES", "resolve_model", "cached_directory"]
 
 
 Notify = Callable[[str], None]
+
+_CONVERTER_VERSION = 1
 
 
 class Wheel(NamedTuple):
@@ -95,17 +98,6 @@ def _publish(made: Path, final: Path) -> None:
     except OSError as cause:
         if not final.is_dir():
             raise ModelLoadError(f"{final} can't be written: {cause}") from cause
-
-
-_CONVERTER_VERSION = 1
-
-
-def cache_root() -> Path:
-    """$OCTAVO_CACHE, else $XDG_CACHE_HOME/octavo, else ~/.cache/octavo."""
-    if given := os.environ.get("OCTAVO_CACHE"):
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "octavo"
 
 
 def _convert(path: Path, directory: Path, notify: Notify | None) -> None:

@@ -6,7 +6,7 @@ Generated from chapters/11_engine.md; edit there.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,16 @@ from octavo.config import ConfigError, ModelConfig, RopeConfig
 __all__ = [
     "rms_norm",
     "add_rms_norm",
-    "RMSNorm",
     "rope_frequencies",
     "Rotation",
     "RotaryEmbedding",
     "apply_rope",
+    "LayerOps",
+    "TorchOps",
+    "Piece",
+    "use_ops",
+    "RMSNorm",
+    "Linear",
     "MergedLinear",
     "MLP",
 ]
@@ -44,21 +49,6 @@ def add_rms_norm(
     """Add the residual stream, then normalise: returns (normed, sum), each like x."""
     total = x + residual
     return rms_norm(total, weight, eps), total
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm with an optional residual addition in front of it."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns (norm of x + residual, x + residual); all of shape [..., size]."""
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -169,7 +159,88 @@ def apply_rope(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.addcmul(x * rotation.cos, swapped, rotation.sin)
 
 
-class MergedLinear(nn.Module):
+class LayerOps(Protocol):
+    """The arithmetic of a layer. All tensors are of the model's dtype, on its device."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in], weight [out, in], bias [out] -> [T, out]."""
+        ...
+
+    def norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(RMSNorm of x + residual, x + residual), each like x [..., D]; weight [D]."""
+        ...
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """RoPE on x [T, heads, head_dim]."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(first half) * second half of each row: [T, 2 * inner] -> [T, inner]."""
+        ...
+
+
+class TorchOps:
+    """The plain `LayerOps`: PyTorch's functions, any dtype and device."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `LayerOps.linear`."""
+        return F.linear(x, weight, bias)
+
+    def norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `LayerOps.norm`."""
+        if residual is None:
+            return rms_norm(x, weight, eps), x
+        return add_rms_norm(x, residual, weight, eps)
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """See `LayerOps.rotate`."""
+        return apply_rope(x, rotation)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps.swiglu`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+class Piece(nn.Module):
+    """A module that leaves its arithmetic to `ops`."""
+
+    ops: LayerOps = TorchOps()
+
+
+def use_ops(model: nn.Module, ops: LayerOps) -> None:
+    """Let every piece of `model` compute with `ops` from now on."""
+    for module in model.modules():
+        if isinstance(module, Piece):
+            module.ops = ops
+
+
+class RMSNorm(Piece):
+    """RMSNorm with an optional residual addition in front of it."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns (norm of x + residual, x + residual); all of shape [..., size]."""
+        return self.ops.norm(x, residual, self.weight, self.eps)
+
+
+class Linear(nn.Linear, Piece):
+    """PyTorch's linear layer, computed by `ops`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, in] -> [T, out]."""
+        return self.ops.linear(x, self.weight, self.bias)
+
+
+class MergedLinear(Piece):
     """Several linear maps of one input, stored as one matrix of shape [sum of sizes, in].
 
     `parts` maps each checkpoint name (such as "q_proj") to its number of output rows, in
@@ -185,7 +256,7 @@ class MergedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, in] -> [T, sum of sizes]."""
-        return F.linear(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
     def pieces(self) -> dict[str, Tensor]:
         """Views that a checkpoint's tensors are copied into, such as "q_proj.weight"."""
@@ -197,7 +268,7 @@ class MergedLinear(nn.Module):
         return views
 
 
-class MLP(nn.Module):
+class MLP(Piece):
     """SwiGLU: down(silu(gate(x)) * up(x)). Source: Shazeer, 2020."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -206,10 +277,9 @@ class MLP(nn.Module):
         self.gate_up_proj = MergedLinear(
             hidden, {"gate_proj": inner, "up_proj": inner}, bias
         )
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.down_proj = Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        down: Tensor = self.down_proj(F.silu(gate) * up)
+        down: Tensor = self.down_proj(self.ops.swiglu(self.gate_up_proj(x)))
         return down

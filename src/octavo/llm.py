@@ -22,14 +22,16 @@ from octavo.assembly import (
     Parts,
     all_eos_token_ids,
     build_engine,
+    choose_attention,
     choose_device,
     choose_dtype,
+    choose_layer_ops,
 )
-from octavo.attention import TorchAttention
 from octavo.config import ConfigError, EngineConfig, OctavoError
 from octavo.engine import Engine, expand_params
 from octavo.hf_config import read_model_config
 from octavo.hub import resolve_model
+from octavo.layers import use_ops
 from octavo.outputs import CompletionOutput, RequestDelta, refusal
 from octavo.request import RequestError, SamplingParams
 from octavo.scheduler import Scheduler
@@ -106,9 +108,12 @@ class LLM:
         device = choose_device(config.device)
         checkpoint = read_model_config(directory)
         dtype = choose_dtype(config.dtype, checkpoint.dtype, device)
+        attention = choose_attention(config.attention, checkpoint, dtype, device)
+        ops = choose_layer_ops(config.layer_ops, dtype, device)
         with ProgressBar("loading weights", 1, self.show_progress) as bar:
             model, _ = load_model(directory, dtype, device, progress=bar.set)
-        return Parts(model, checkpoint, device, dtype, TorchAttention(), config.block_size)
+        use_ops(model, ops)
+        return Parts(model, checkpoint, device, dtype, attention, config.block_size)
 
     @property
     def engine(self) -> Engine:

@@ -24,6 +24,7 @@ __all__ = [
     "StepResult",
     "Progress",
     "BlockAllocator",
+    "PrefixCache",
     "PrefillPolicy",
     "Runner",
     "SchedulerLike",
@@ -150,7 +151,7 @@ class FinishReason(enum.StrEnum):
     """The step that held it failed, or it was refused."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One sequence on its way through the engine. `eq=False`: two requests are never the same.
 
@@ -166,14 +167,24 @@ class Request:
     """Resolved seed of the request's random numbers, 0 <= seed < 2**64."""
     sample_index: int = 0
     """Which of the `n` answers this is."""
+    cache_salt: str | None = None
+    """Only requests with the same salt may use each other's cached blocks."""
+    priority: int = 0
+    """Lower runs first, where the scheduler goes by priority."""
+    leader: Request | None = field(default=None, repr=False)
+    """The first of the `n` answers to one prompt; None for itself."""
 
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
     """Prompt and output at most; the scheduler lowers it to `max_model_len`."""
+    end_token_ids: frozenset[int] = field(default=frozenset(), init=False)
+    """Every id that ends it, the model's and the user's; put together by the scheduler."""
     num_inflight_tokens: int = field(default=0, init=False)
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)
     """Prefix hits at the first admission; None until then."""
+    num_written_tokens: int = field(default=0, init=False)
+    """Tokens in whole blocks whose keys and values have come back from a step."""
     num_preemptions: int = field(default=0, init=False)
 
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
@@ -186,6 +197,8 @@ class Request:
     row: int | None = field(default=None, init=False)
     """Its row in the persistent device tensors while it runs."""
     block_table: list[int] = field(default_factory=list, init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False, repr=False)
+    """Digests of its first whole blocks, kept here by a cache that finds blocks by digest."""
     epoch: int = field(default=0, init=False)
     """Goes up at a preemption: what an older plan says about blocks no longer holds."""
     last_step: int = field(default=0, init=False)
@@ -238,9 +251,11 @@ class ScheduledRequest(NamedTuple):
     samples: bool
     """Does it reach the request's last token, so that a new one is sampled?"""
     new_block_ids: tuple[int, ...]
-    """Blocks appended to its block table by this step."""
+    """Blocks appended to its block table by this step; of a request that joins, the whole
+    table, with the blocks that were found in a cache."""
     joins: bool
-    """First step on this row: `new_token_ids` and the sampling parameters are to be set up."""
+    """First step on this row: `new_token_ids` and the sampling parameters are to be set up.
+    A cache hit joins at a `start` above 0."""
     new_token_ids: tuple[int, ...] = ()
     """All tokens of a request that joins, else empty: the device has the others."""
 
@@ -268,11 +283,11 @@ class StepResult(NamedTuple):
     token_ids: Sequence[Sequence[int]]
 
 
-class Progress(NamedTuple):
-    """A request that moved in a step, and the output tokens it gained."""
+Progress = tuple[Request, Sequence[int]]
+"""A request that moved in a step, and the output tokens it gained.
 
-    request: Request
-    new_token_ids: Sequence[int]
+A plain tuple, since a step makes one for everybody who decodes and nobody keeps it.
+"""
 
 
 class BlockAllocator(Protocol):
@@ -289,6 +304,39 @@ class BlockAllocator(Protocol):
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Give up one reference to each."""
+        ...
+
+
+class PrefixCache(BlockAllocator, Protocol):
+    """An allocator that finds blocks again by what is in them (chapter 05 writes three).
+
+    Only whole blocks are found. `num_free_blocks` counts what `allocate` could hand out: free
+    blocks, and those that are merely *cached*, kept for their content and used by nobody.
+    """
+
+    @property
+    def num_cached_blocks(self) -> int: ...
+    def match(self, request: Request) -> list[int]:
+        """Blocks of the longest known prefix of `request.token_ids`; changes nothing.
+
+        At most (num_tokens - 1) // block_size: the last token must run to be sampled from.
+        """
+        ...
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """One more reader for each; cached ones are in use again, with their content."""
+        ...
+
+    def num_revived(self, block_ids: Sequence[int]) -> int:
+        """How many of them are cached now and would leave `num_free_blocks` when shared."""
+        ...
+
+    def publish(self, request: Request, start: int, end: int) -> None:
+        """Positions `start` to `end - 1` are written: the blocks they filled may be found."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all content; blocks in use stay in use, but nobody finds them."""
         ...
 
 

@@ -101,7 +101,10 @@ class Sampler:
     def __call__(self, logits: Tensor, rows: Sequence[int], positions: Tensor) -> Tensor:
         """int64 [N] tokens from logits [N, V >= vocab_size] (B63: entries beyond are padding)."""
         logits = logits[:, : self.vocab_size]
-        token_ids = logits.argmax(dim=-1)
+        wide = (
+            logits.float() if logits.is_cpu and logits.dtype == torch.bfloat16 else logits
+        )
+        token_ids = wide.argmax(dim=-1)  # PyTorch's argmax of bfloat16 is slow on a CPU
         host_rows = np.asarray(rows)
         for kind, pick in ((_FREE, self._pick_freely), (_FILTERED, self._pick_filtered)):
             members = np.flatnonzero(self._kinds[host_rows] == kind)

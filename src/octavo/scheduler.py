@@ -5,9 +5,11 @@ Generated from chapters/03_scheduler.md; edit there.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from bisect import bisect
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from octavo.config import ConfigError, OctavoError
 from octavo.request import (
@@ -15,6 +17,7 @@ from octavo.request import (
     FinishReason,
     Plan,
     PrefillPolicy,
+    PrefixCache,
     Progress,
     Request,
     RequestError,
@@ -23,7 +26,14 @@ from octavo.request import (
     StepResult,
 )
 
-__all__ = ["CountingAllocator", "WholePrompts", "Scheduler", "PrefillFirst"]
+__all__ = [
+    "CountingAllocator",
+    "as_prefix_cache",
+    "WholePrompts",
+    "ORDERS",
+    "BATCHINGS",
+    "Scheduler",
+]
 
 
 class CountingAllocator:
@@ -48,6 +58,58 @@ class CountingAllocator:
         self._free.extend(block_ids)
 
 
+class _Uncached:
+    """A plain `BlockAllocator` where a `PrefixCache` is expected: it never finds anything.
+
+    An allocator with a `share` of its own counts the readers of its blocks itself.
+    """
+
+    num_cached_blocks = 0
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self.block_size, self.num_blocks = allocator.block_size, allocator.num_blocks
+        self._allocator, self.allocate = allocator, allocator.allocate
+        self._more_readers: Counter[int] = Counter()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._allocator.num_free_blocks
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        if self._more_readers:
+            block_ids = [block for block in block_ids if self._was_last_reader(block)]
+        self._allocator.free(block_ids)
+
+    def _was_last_reader(self, block_id: int) -> bool:
+        readers = self._more_readers.pop(block_id, 0)
+        if readers > 1:
+            self._more_readers[block_id] = readers - 1
+        return not readers
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        own = getattr(self._allocator, "share", self._more_readers.update)
+        own(block_ids)
+
+    def match(self, request: Request) -> list[int]:
+        return []
+
+    def num_revived(self, block_ids: Sequence[int]) -> int:
+        return 0
+
+    def publish(self, request: Request, start: int, end: int) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+def as_prefix_cache(allocator: BlockAllocator | PrefixCache) -> PrefixCache:
+    """The allocator itself if it can find blocks, else one that finds nothing around it."""
+    if hasattr(allocator, "match"):
+        return cast(PrefixCache, allocator)
+    return _Uncached(allocator)
+
+
 class WholePrompts:
     """The `PrefillPolicy` that never splits a prompt."""
 
@@ -61,46 +123,68 @@ class _Draft:
     """The step being planned."""
 
     budget: int
-    entries: list[ScheduledRequest] = field(default_factory=list)
+    """Tokens that nobody has been promised."""
+    room: int
+    """Blocks that the allocator can hand out."""
+    decodes: list[ScheduledRequest] = field(default_factory=list)
+    prompts: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    stalled: bool = False
+    """Somebody who runs waits for blocks, so nobody may come in."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decodes and not self.prompts
 
     def freeze(self, step: int, rows: Sequence[int], blocks: Sequence[int]) -> Plan:
-        """Decodes first (the sort is stable), so that attention can cut the batch in two."""
-        entries = sorted(self.entries, key=lambda entry: entry.count > 1)
-        return Plan(step, tuple(entries), tuple(self.preempted), tuple(rows), tuple(blocks))
+        """Decodes first, so that attention can cut the batch in two."""
+        entries = (*self.decodes, *self.prompts)
+        return Plan(step, entries, tuple(self.preempted), tuple(rows), tuple(blocks))
+
+
+ORDERS = ("fcfs", "priority")
+BATCHINGS = ("decode-first", "prefill-first")
 
 
 class Scheduler:
     """Decides what runs in each step: continuous batching with both budgets.
 
-    Running requests come first, oldest first; then waiting ones join in order of arrival.
-    When memory runs out the youngest running request is preempted: it gives up its blocks
-    and computes prompt and output anew later. Pure Python: no torch, no clock, no I/O.
+    Running requests come first, oldest first; then waiting ones join in order of arrival, each
+    with the prefix that the allocator, if it is a `PrefixCache`, finds for it. When memory
+    runs out the youngest running request is preempted: it gives up its blocks and computes
+    prompt and output anew later. Pure Python: no torch, no clock, no I/O.
+
+    `policy` cuts prompts (default: never). `order` "priority" serves lower
+    `Request.priority` first, "fcfs" by arrival only. `batching` "prefill-first" runs a step of
+    prompts whenever there are any. `defer_shared_prefix` lets a request wait while somebody
+    else computes its next block. Raises `ConfigError` for limits that can't be kept.
     """
 
     def __init__(
         self,
-        allocator: BlockAllocator,
+        allocator: BlockAllocator | PrefixCache,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
         policy: PrefillPolicy | None = None,
+        order: str = "fcfs",
+        batching: str = "decode-first",
+        defer_shared_prefix: bool = False,
     ) -> None:
-        if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise ConfigError(
-                f"max_num_seqs={max_num_seqs} must be at least 1 and at most "
-                f"max_num_batched_tokens={max_num_batched_tokens}: a step gives every "
-                "running request its one token"
-            )
-        self.allocator = allocator
+        _check_options(max_num_seqs, max_num_batched_tokens, order, batching)
+        self.allocator, self.cache = allocator, as_prefix_cache(allocator)
+        self.block_size = allocator.block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.policy = policy or WholePrompts()
+        self.batching = batching
+        self.defer_shared_prefix = defer_shared_prefix
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.max_used_blocks = 0
+        self._place = _by_priority if order == "priority" else _by_arrival
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
         self._step = 0
@@ -120,9 +204,11 @@ class Scheduler:
         limit = min(request.max_total_tokens, self.max_model_len)
         self._check_fits(limit - 1)  # the last token sampled never gets a key or a value
         request.max_total_tokens = limit
+        own_ids = request.sampling_params.stop_token_ids or ()
+        request.end_token_ids = request.eos_token_ids.union(own_ids)
         request.arrival = self._num_arrived
         self._num_arrived += 1
-        self.waiting.append(request)
+        _insert(self.waiting, request, self._place)
 
     def _check_length(self, request: Request) -> None:
         if not request.num_prompt_tokens:
@@ -160,96 +246,187 @@ class Scheduler:
         An empty plan means that nothing can run before an earlier step comes back.
         """
         self._step += 1
-        draft = _Draft(self.max_num_batched_tokens)
-        self._continue_running(draft)
-        if not draft.preempted:
-            self._admit_waiting(draft)
+        draft = _Draft(self.max_num_batched_tokens, self.cache.num_free_blocks)
+        self._fill(draft)
         self._check_progress(draft)
-        used = self.allocator.num_blocks - self.allocator.num_free_blocks
+        used = self.allocator.num_blocks - draft.room
         self.max_used_blocks = max(self.max_used_blocks, used)
         rows, self._released_rows = self._released_rows, []
         blocks, self._released_blocks = self._released_blocks, []
         return draft.freeze(self._step, rows, blocks)
 
-    def _continue_running(self, draft: _Draft) -> None:
-        index = 0
-        while index < len(self.running):  # a preemption shortens the list behind us
-            request = self.running[index]
-            count = self._affordable(request, draft)
-            if count and self._make_room(request, count, draft):
-                self._book(request, count, draft)
-            index += 1
+    def _fill(self, draft: _Draft) -> None:
+        if self.batching == "prefill-first":
+            self._continue_running(draft, prompts_only=True)
+            self._admit_waiting(draft)
+        if draft.is_empty:
+            self._continue_running(draft)
+            if self.batching == "decode-first":
+                self._admit_waiting(draft)
 
-    def _affordable(self, request: Request, draft: _Draft) -> int:
-        """Tokens of this request that the policy lets run now."""
-        if request.num_tokens + request.num_inflight_tokens >= request.max_total_tokens:
-            return 0  # its last token is on the way
-        return self.policy.take(request.work_left, draft.budget)
-
-    def _admit_waiting(self, draft: _Draft) -> None:
-        """First come, first served: if the first in the queue has to wait, so do all behind it."""
-        while self.waiting and self._free_rows:
-            request = self.waiting[0]
-            count = 0 if request.num_inflight_tokens else self._affordable(request, draft)
-            if (
-                not count
-                or self._blocks_missing(request, count) > self.allocator.num_free_blocks
+    def _continue_running(self, draft: _Draft, prompts_only: bool = False) -> None:
+        size, step, decodes = self.block_size, self._step, draft.decodes
+        draft.budget -= len(self.running)  # one token set aside for each
+        for request in self.running:  # who is preempted meanwhile is taken from the end
+            start, end = request.num_computed_tokens, request.num_computed_tokens + 1
+            decode = len(request.token_ids) + request.num_inflight_tokens == end
+            if decode and prompts_only:
+                draft.budget += 1
+            elif (
+                decode
+                and start < size * len(request.block_table)
+                and end < request.max_total_tokens
             ):
-                return
-            self.waiting.popleft()
-            self._join(request)
-            self._book(request, count, draft)
+                request.num_computed_tokens = end
+                request.num_inflight_tokens += 1
+                request.last_step = step
+                share = (request, request.epoch, request.row, start, 1, True, (), False, ())
+                decodes.append(_new_tuple(ScheduledRequest, share))
+            else:
+                draft.budget += 1
+                self._continue(request, draft)
 
-    def _join(self, request: Request) -> None:
-        request.row = self._free_rows.pop()
-        request.status = RequestStatus.RUNNING
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = 0
-        place = len(self.running)
-        while place and self.running[place - 1].arrival > request.arrival:
-            place -= 1
-        self.running.insert(place, request)  # in order of arrival: the last is the youngest
+    def _continue(self, request: Request, draft: _Draft) -> None:
+        end = len(request.token_ids) + request.num_inflight_tokens
+        if end >= request.max_total_tokens:
+            return  # its last token is on the way
+        count = self._affordable(request, end - request.num_computed_tokens, draft.budget)
+        missing = self._blocks_missing(request, count)
+        fits = missing <= draft.room
+        if count and (fits or self._make_room(request, missing, draft)):
+            self._book(request, count, draft)
+            draft.budget -= count
+
+    def _affordable(self, request: Request, work_left: int, budget: int) -> int:
+        """Tokens of this request that may run now; the policy has its say where there are several."""
+        return (
+            self.policy.take(work_left, budget) if work_left > 1 else min(work_left, budget)
+        )
 
     def _blocks_missing(self, request: Request, count: int) -> int:
         """Blocks to append so that `count` more tokens have a place."""
         end = request.num_computed_tokens + count
         return self.num_blocks_for(end) - len(request.block_table)
 
-    def _book(self, request: Request, count: int, draft: _Draft) -> None:
+    def _book(
+        self, request: Request, count: int, draft: _Draft, joins: bool = False
+    ) -> None:
         """Progress is booked now and filled in by `update`."""
-        start, joins = request.num_computed_tokens, not request.num_computed_tokens
-        blocks = self.allocator.allocate(max(0, self._blocks_missing(request, count)))
-        samples = count == request.work_left
+        start, table = request.num_computed_tokens, request.block_table
+        request.num_computed_tokens = end = start + count
+        request.last_step = self._step
+        blocks: Sequence[int] = ()
+        if end > self.block_size * len(table):
+            blocks = self.cache.allocate(-(-end // self.block_size) - len(table))
+            table.extend(blocks)
+            draft.room -= len(blocks)
+        samples = end == len(request.token_ids) + request.num_inflight_tokens
+        if samples:
+            request.num_inflight_tokens += 1
         known = tuple(request.token_ids) if joins else ()
-        assert request.row is not None
-        entry = ScheduledRequest(
+        blocks = tuple(
+            table if joins else blocks
+        )  # its row is empty: it needs the whole table
+        share = (
             request,
             request.epoch,
             request.row,
             start,
             count,
             samples,
-            tuple(blocks),
+            blocks,
             joins,
             known,
         )
-        draft.entries.append(entry)
-        draft.budget -= count
-        request.block_table.extend(blocks)
-        request.num_computed_tokens += count
-        request.num_inflight_tokens += samples
-        request.last_step = self._step
+        entry = _new_tuple(ScheduledRequest, share)
+        (draft.decodes if count == 1 else draft.prompts).append(entry)
 
-    def _make_room(self, request: Request, count: int, draft: _Draft) -> bool:
+    def _admit_waiting(self, draft: _Draft) -> None:
+        """In order: if the first has to wait for room, so do all behind it."""
+        passed: list[Request] = []
+        while self._may_admit(draft) and len(passed) < self.max_num_seqs:
+            request = self.waiting[0]
+            prefix = self._find_prefix(request)
+            if prefix is None:
+                passed.append(self.waiting.popleft())
+            elif not self._admit(request, prefix, draft):
+                break
+        self.waiting.extendleft(reversed(passed))
+
+    def _may_admit(self, draft: _Draft) -> bool:
+        short = draft.preempted or draft.stalled or draft.budget < 1 or not self._free_rows
+        if short or not self.waiting or not draft.room:
+            return False
+        return not self.waiting[0].num_inflight_tokens
+
+    def _admit(self, request: Request, prefix: list[int], draft: _Draft) -> bool:
+        """Let it join with these blocks, if there is room for the rest; did it?"""
+        start = len(prefix) * self.block_size
+        count = self._affordable(request, request.num_tokens - start, draft.budget)
+        missing = self.num_blocks_for(start + count) - len(prefix)
+        room = draft.room - self.cache.num_revived(prefix)
+        if not count or missing > room:
+            return False
+        draft.room = room
+        self.waiting.popleft()
+        self._join(request, prefix)
+        self._book(request, count, draft, joins=True)
+        draft.budget -= count
+        return True
+
+    def _join(self, request: Request, prefix: list[int]) -> None:
+        self.cache.share(prefix)
+        request.block_table = list(prefix)
+        request.num_computed_tokens = len(prefix) * self.block_size
+        request.num_written_tokens = request.num_computed_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+        request.row = self._free_rows.pop()
+        request.status = RequestStatus.RUNNING
+        _insert(self.running, request, self._place)
+
+    def _find_prefix(self, request: Request) -> list[int] | None:
+        """Blocks to begin with; None if it should wait for somebody who computes them."""
+        found = self.cache.match(request)
+        leader = request.leader
+        if leader is not None and not leader.is_finished:
+            whole = min(leader.num_prompt_tokens, request.num_tokens - 1) // self.block_size
+            if len(found) < whole:
+                written = leader.num_written_tokens >= whole * self.block_size
+                return leader.block_table[:whole] if written else None
+        if self.defer_shared_prefix and self._is_coming(request, len(found)):
+            return None
+        return found
+
+    def _is_coming(self, request: Request, num_found: int) -> bool:
+        """Is somebody who runs computing the first whole block that wasn't found?"""
+        start = num_found * self.block_size
+        end = start + self.block_size
+        if end >= request.num_tokens:
+            return False  # what is missing is no whole block, so nobody could share it
+        return any(
+            other.num_written_tokens <= start
+            and other.num_prompt_tokens >= end
+            and other.cache_salt == request.cache_salt
+            and other.token_ids[start] == request.token_ids[start]
+            and other.token_ids[:end] == request.token_ids[:end]
+            for other in self.running
+        )
+
+    def _make_room(self, request: Request, need: int, draft: _Draft) -> bool:
         """Preempt until `request` can have its blocks; False if it must wait or was itself the youngest."""
-        need = self._blocks_missing(request, count)
-        while need > self.allocator.num_free_blocks:
-            if need <= self.allocator.num_free_blocks + self._num_leaving_blocks():
+        while need > draft.room:
+            draft.stalled = True
+            if need <= draft.room + self._num_leaving_blocks():
                 return False
             victim = self.running[-1]
+            if victim is request and request.work_left > 1 and len(self.running) > 1:
+                return False
             self._preempt(victim, draft)
+            draft.room = self.cache.num_free_blocks
             if victim is request:
                 return False
+            draft.budget += 1  # the token that was set aside for it
         return True
 
     def _num_leaving_blocks(self) -> int:
@@ -258,11 +435,11 @@ class Scheduler:
     def _preempt(self, request: Request, draft: _Draft) -> None:
         self.running.remove(request)
         self._release(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_written_tokens = 0
         request.epoch += 1
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
-        self.waiting.appendleft(request)
+        _insert(self.waiting, request, self._place)
         draft.preempted.append(request)
 
     def _release(self, request: Request) -> None:
@@ -270,12 +447,12 @@ class Scheduler:
         if request.row is not None:
             self._free_rows.append(request.row)
             self._released_rows.append(request.row)
-        self.allocator.free(reversed(request.block_table))
+        self.cache.free(request.block_table[::-1])
         self._released_blocks.extend(request.block_table)
         request.row, request.block_table = None, []
 
     def _check_progress(self, draft: _Draft) -> None:
-        idle = not draft.entries and self._completed_step == self._step - 1
+        idle = draft.is_empty and self._completed_step == self._step - 1
         if idle and (self.waiting or self.running) and not draft.preempted:
             raise OctavoError(
                 f"nothing can run: {len(self.waiting)} waiting, {len(self.running)} running, "
@@ -284,33 +461,51 @@ class Scheduler:
 
     def update(self, plan: Plan, result: StepResult) -> list[Progress]:
         """Fill in what a step produced; returns the requests that gained tokens."""
-        progress = []
+        progress: list[Progress] = []
+        size, ended = self.block_size, RequestStatus.FINISHED
         for entry, token_ids in zip(plan.entries, result.token_ids, strict=True):
-            request = entry.request
-            request.num_inflight_tokens -= entry.samples
-            if entry.samples and not request.is_finished:
-                progress.append(Progress(request, self._append(request, token_ids)))
+            request, epoch, _, start, count, samples, _, _, _ = entry
+            if start % size + count >= size:
+                self._publish(request, epoch, start, start + count)
+            if not samples:
+                continue
+            request.num_inflight_tokens -= 1
+            if request.status is not ended:
+                known = request.token_ids
+                known += token_ids
+                over = len(known) >= request.max_total_tokens
+                if over or not request.end_token_ids.isdisjoint(token_ids):
+                    token_ids = self._end_within(request, token_ids)
+                progress.append((request, token_ids))
         self._complete(plan)
         return progress
 
-    def _append(self, request: Request, token_ids: Sequence[int]) -> Sequence[int]:
-        """Append sampled tokens up to the one that ends the request; returns those appended."""
-        for count, token_id in enumerate(token_ids, 1):
-            request.token_ids.append(token_id)
-            if (reason := self._reason_to_stop(request, token_id)) is not None:
-                self._end(request, reason)
-                return token_ids[:count]
-        return token_ids
+    def _publish(self, request: Request, epoch: int, start: int, end: int) -> None:
+        """Whole blocks among these positions may be found from now on, if they are still its own."""
+        if epoch != request.epoch or request.row is None:
+            return
+        end = min(end, request.num_tokens)
+        if end // self.block_size > start // self.block_size:
+            self.cache.publish(request, start, end)
+            request.num_written_tokens = end // self.block_size * self.block_size
 
-    def _reason_to_stop(self, request: Request, token_id: int) -> FinishReason | None:
-        if token_id in request.eos_token_ids:
-            return FinishReason.STOP
-        if token_id in (request.sampling_params.stop_token_ids or ()):
-            request.stop_reason = token_id
-            return FinishReason.STOP
-        if request.num_tokens >= request.max_total_tokens:
+    def _end_within(self, request: Request, token_ids: Sequence[int]) -> Sequence[int]:
+        """End it at the first of these new tokens that ends it; returns those that stay."""
+        known = request.token_ids
+        first = len(known) - len(token_ids)
+        for position in range(first, len(known)):
+            ends = known[position] in request.end_token_ids
+            if ends or position + 1 >= request.max_total_tokens:
+                del known[position + 1 :]
+                break
+        self._end(request, self._reason_to_stop(request, known[-1]))
+        return token_ids[: len(known) - first]
+
+    def _reason_to_stop(self, request: Request, token_id: int) -> FinishReason:
+        if token_id not in request.end_token_ids:
             return FinishReason.LENGTH
-        return None
+        request.stop_reason = None if token_id in request.eos_token_ids else token_id
+        return FinishReason.STOP
 
     def _complete(self, plan: Plan) -> None:
         """The step is over: what only waited for it may go."""
@@ -357,13 +552,37 @@ class Scheduler:
         return failed
 
 
-class PrefillFirst(Scheduler):
-    """Newcomers before those who run: a step computes prompts or decodes, never both.
+def _by_arrival(request: Request) -> tuple[int, int]:
+    return 0, request.arrival
 
-    The order of nano-vllm's first versions; here to be compared with the decode-first `Scheduler`.
-    """
 
-    def _continue_running(self, draft: _Draft) -> None:
-        self._admit_waiting(draft)
-        if not draft.entries:
-            super()._continue_running(draft)
+def _by_priority(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival
+
+
+def _check_options(seqs: int, tokens: int, order: str, batching: str) -> None:
+    if not 1 <= seqs <= tokens:
+        raise ConfigError(
+            f"max_num_seqs={seqs} must be at least 1 and at most max_num_batched_tokens="
+            f"{tokens}: a step gives every running request its one token"
+        )
+    if order not in ORDERS:
+        raise ConfigError(f"order={order!r}: choose one of {', '.join(ORDERS)}")
+    if batching not in BATCHINGS:
+        raise ConfigError(f"batching={batching!r}: choose one of {', '.join(BATCHINGS)}")
+
+
+def _insert(
+    queue: list[Request] | deque[Request],
+    request: Request,
+    place: Callable[[Request], tuple[int, int]],
+) -> None:
+    """Where its place in the order is, which is nearly always the end."""
+    if not queue or place(queue[-1]) < place(request):
+        queue.append(request)
+    else:
+        queue.insert(bisect(queue, place(request), key=place), request)
+
+
+# `ScheduledRequest(...)` would do the same through a slower constructor, 256 times a step.
+_new_tuple: Any = tuple.__new__

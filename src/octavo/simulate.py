@@ -44,6 +44,8 @@ class Served:
     arrival: Arrival
     token_times: list[float] = field(default_factory=list)
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of its prompt that a cache had when it came in."""
     refused: str | None = None
     """Why the scheduler didn't take it, if it didn't."""
 
@@ -61,6 +63,7 @@ class Step(NamedTuple):
 
 
 _TOKEN = (0,)  # what the simulated model says; one tuple for all
+_OWN = 1 << 30  # ids from here on are in one prompt only; they still fit into 32 bits
 
 
 @lru_cache(maxsize=65536)
@@ -94,10 +97,10 @@ class Simulator:
                 self._step()
 
     def _arrive(self, arrival: Arrival) -> None:
-        served, name = Served(arrival), str(len(self.served))
+        served, number = Served(arrival), len(self.served)
         self.served.append(served)
-        prompt = [0] * arrival.prompt_tokens
-        request = Request(name, prompt, _answer_of(arrival.output_tokens))
+        prompt, answer = arrival.prompt(_OWN + number), _answer_of(arrival.output_tokens)
+        request = Request(str(number), prompt, answer, priority=arrival.priority)
         try:
             self.scheduler.add(request)
         except RequestError as error:
@@ -108,19 +111,18 @@ class Simulator:
     def _step(self) -> None:
         """Schedule, wait for what it costs, update."""
         plan, live = self.scheduler.schedule(), self._live
-        seconds = self.cost(plan.entries) if plan.entries else 0.0
-        waiting = len(live) - len(plan.entries)
-        self.steps.append(
-            Step(self.now, seconds, len(plan.entries), plan.num_tokens, waiting)
-        )
+        entries = plan.entries
+        seconds = self.cost(entries) if entries else 0.0
+        waiting = len(live) - len(entries)
+        self.steps.append(Step(self.now, seconds, len(entries), plan.num_tokens, waiting))
         self.now = now = self.now + seconds
         for request in plan.preempted:
             live[request].num_preemptions += 1
-        result = StepResult([_TOKEN if entry.samples else () for entry in plan.entries])
+        result = StepResult([_TOKEN if entry[5] else () for entry in entries])  # `samples`
         for request, _ in self.scheduler.update(plan, result):
             live[request].token_times.append(now)
-            if request.is_finished:
-                del live[request]
+            if request.finish_reason is not None:
+                live.pop(request).num_cached_tokens = request.num_cached_tokens or 0
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,13 @@ class Simulation:
         return sum(one.num_preemptions for one in self.served)
 
     @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens of answered requests that a cache had."""
+        answered = [one for one in self.served if one.token_times]
+        prompts = sum(one.arrival.prompt_tokens for one in answered)
+        return sum(one.num_cached_tokens for one in answered) / prompts if prompts else 0.0
+
+    @property
     def num_refused(self) -> int:
         """Requests that the scheduler didn't take."""
         return sum(one.refused is not None for one in self.served)
@@ -176,10 +185,11 @@ class Simulation:
         return np.concatenate(gaps or [np.empty(0)])
 
     def summary(self) -> dict[str, float]:
-        """Throughput, occupancy, counts, and p50, p95, p99 of both latencies (NaN if empty)."""
+        """Throughput, occupancy, hit rate, counts, and p50, p95, p99 of both latencies (NaN if empty)."""
         named = {
             "output tokens/s": self.throughput,
             "occupancy": self.occupancy,
+            "hit rate": self.hit_rate,
             "preemptions": self.num_preemptions,
             "refused": self.num_refused,
         }

@@ -6,6 +6,7 @@ Generated from chapters/03_scheduler.md; edit there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 from octavo.config import ModelConfig
 from octavo.presets import Hardware
@@ -43,17 +44,15 @@ class StepCost:
         """What `step_work` says about these entries of a plan."""
         if not entries:
             return Work()
-        tokens = cached = pairs = samples = 0
-        for _, _, _, start, count, is_last, *_ in entries:  # faster than by name
-            tokens += count
-            cached += start
-            pairs += count * start + count * (count + 1) // 2
-            samples += is_last
+        _, _, _, starts, counts, sampling, *_ = zip(*entries, strict=True)
+        tokens, samples = sum(counts), sum(sampling)
+        squares = sum(map(mul, counts, counts))
+        pairs = sum(map(mul, counts, starts)) + (squares + tokens) // 2
         flops = self._per_token * tokens + self._per_pair * pairs
         return Work(
             flops + self._per_sample * samples,
             self._weight_bytes[samples > 0],
-            self._kv_bytes * (tokens + cached),
+            self._kv_bytes * (tokens + sum(starts)),
             self._link_bytes * tokens,
         )
 

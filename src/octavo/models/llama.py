@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.config import ModelConfig
-from octavo.layers import MLP, MergedLinear, RMSNorm, RotaryEmbedding, Rotation, apply_rope
+from octavo.layers import (
+    MLP,
+    Linear,
+    MergedLinear,
+    Piece,
+    RMSNorm,
+    RotaryEmbedding,
+    Rotation,
+)
 
 if TYPE_CHECKING:
     from octavo.attention import Attend
@@ -20,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["LlamaAttention", "LlamaLayer", "LlamaModel", "LlamaForCausalLM"]
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Piece):
     """Grouped-query attention with rotary positions; the cache belongs to `attend`."""
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
@@ -35,13 +42,12 @@ class LlamaAttention(nn.Module):
             "v_proj": config.kv_size,
         }
         self.qkv_proj = MergedLinear(config.hidden_size, parts, config.attention_bias)
-        self.o_proj = nn.Linear(
-            config.q_size, config.hidden_size, bias=config.attention_bias
-        )
+        self.o_proj = Linear(config.q_size, config.hidden_size, bias=config.attention_bias)
 
     def rotate(self, qk: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Rotate [T, num_heads + num_kv_heads, head_dim] and part it into q and k."""
-        q, k = apply_rope(qk, rotation).split([self.num_heads, self.num_kv_heads], dim=1)
+        turned = self.ops.rotate(qk, rotation)
+        q, k = turned.split([self.num_heads, self.num_kv_heads], dim=1)
         return q, k
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
@@ -101,7 +107,7 @@ class LlamaModel(nn.Module):
         return normed
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(Piece):
     """A Llama-family model over packed tokens. Parameter names are those of checkpoints."""
 
     model_class: type[LlamaModel] = LlamaModel
@@ -112,7 +118,7 @@ class LlamaForCausalLM(nn.Module):
         self.model = self.model_class(config)
         self.lm_head: nn.Linear | None = None
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states of T packed tokens.
@@ -126,4 +132,4 @@ class LlamaForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [N, hidden] -> [N, vocab_size], in the model's dtype."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        return self.ops.linear(hidden, head.weight, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.config import ModelConfig
-from octavo.layers import RMSNorm, Rotation, apply_rope
+from octavo.layers import RMSNorm, Rotation
 from octavo.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer, LlamaModel
 
 __all__ = ["Qwen3Attention", "Qwen3Layer", "Qwen3Model", "Qwen3ForCausalLM"]
@@ -26,7 +26,7 @@ class Qwen3Attention(LlamaAttention):
         """Normalise each head of [T, num_heads + num_kv_heads, head_dim], rotate, part."""
         q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
         q, k = self.q_norm(q)[0], self.k_norm(k)[0]
-        return apply_rope(q, rotation), apply_rope(k, rotation)
+        return self.ops.rotate(q, rotation), self.ops.rotate(k, rotation)
 
 
 class Qwen3Layer(LlamaLayer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -369,6 +370,12 @@ class TestOptions:
             ("max_num_batched_tokens", 100),
             ("block_size", 4),
             ("num_kv_blocks", 50),
+            ("prefix_cache", "radix"),
+            ("max_chunk_tokens", 7),
+            ("scheduling_policy", "priority"),
+            ("batching", "prefill-first"),
+            ("attention", "torch"),
+            ("layer_ops", "torch"),
         ],
     )
     @pytest.mark.parametrize("command", ["run", "demo"])
@@ -384,7 +391,8 @@ class TestOptions:
             pass
 
         def stop(self: LLM, model: str, **options: Any) -> None:
-            raise Seen({k: v for k, v in options.items() if k != "show_progress"})
+            own = ("show_progress", "defer_shared_prefix")  # the commands' own choice
+            raise Seen({k: v for k, v in options.items() if k not in own})
 
         monkeypatch.setattr(LLM, "__init__", stop)
         more = ("-p", "Hi") if command == "run" else ()
@@ -450,6 +458,13 @@ class TestTerminal:
         assert title.startswith("word word") and title.endswith("…") and len(title) == 72
 
 
+def shared_tokens(llm: LLM) -> int:
+    """Tokens that the first two chats of the demo have in common at their beginning."""
+    first, second = (llm.tokenizer.encode_chat(job.messages) for job in demo_jobs()[:2])
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 class TestDemo:
     def test_three_answers_and_a_table(self, octavo: Octavo, llm: LLM) -> None:
         done = octavo("--dtype", "float64", "--block-size", 8, command="demo")
@@ -465,19 +480,20 @@ class TestDemo:
         ]
         for row, job in zip(rows, demo_jobs(), strict=True):
             prompt = len(llm.tokenizer.encode_chat(job.messages))
-            assert row[:3] == [job.name, str(prompt), "96"] and row[5] == "length"
-            assert row[3].endswith(" s") and float(row[4]) > 0
+            cached = 8 * (shared_tokens(llm) // 8) if job.name == "2" else 0
+            assert row[:4] == [job.name, str(prompt), str(cached), "96"]
+            assert row[6] == "length" and row[4].endswith(" s") and float(row[5]) > 0
         summary = one_line(done.out.split("┘")[1])
-        assert summary.startswith("96 steps, 288 tokens; at most ")
+        assert summary.startswith("97 steps, 288 tokens; at most ")  # the second waits one
         assert "KV blocks of 8 tokens in use; float64 on cpu" in summary
-        header = next(line for line in lines if "prompt tokens" in line)
-        for name in ("output tokens", "first token", "tokens/s", "ended by"):
+        header = next(line for line in lines if "prompt" in line and "cached" in line)
+        for name in ("output", "first token", "tokens/s", "ended by"):
             assert name in header
 
     def test_blocks_in_use_are_counted(self, octavo: Octavo, llm: LLM) -> None:
         done = octavo("--block-size", 8, "--num-kv-blocks", 300, command="demo")
         ends = [len(llm.tokenizer.encode_chat(job.messages)) + 95 for job in demo_jobs()]
-        used = sum(-(-end // 8) for end in ends)
+        used = sum(-(-end // 8) for end in ends) - shared_tokens(llm) // 8
         assert f"at most {used} of 300 KV blocks of 8 tokens" in one_line(done.out)
 
     def test_two_chats_share_a_system_prompt_and_one_is_long(self) -> None:

@@ -212,6 +212,9 @@ def all_eos_token_ids(
 
 def build_scheduler(config: EngineConfig, pool: BlockPool, limits: Limits) -> Scheduler:
     """The scheduler with the policies and the prefix cache that the config names."""
+    if config.prefix_cache != "none":  # B22: shorter common beginnings are never found
+        size = pool.block_size
+        logger.info("prefix cache: common beginnings count in blocks of %d tokens", size)
     whole = WholePrompts()
     return Scheduler(
         make_prefix_cache(config.prefix_cache, pool),

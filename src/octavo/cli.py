@@ -111,6 +111,12 @@ _ENGINE_OPTIONS = {
     "max_num_batched_tokens": (int, "most tokens computed in one step"),
     "block_size": (int, "tokens in one block of the KV cache"),
     "num_kv_blocks": (int, "blocks in the KV cache, instead of sizing it by memory"),
+    "prefix_cache": (str, "beginnings that were computed before: hash, radix, none"),
+    "max_chunk_tokens": (int, "most tokens of one prompt in one step"),
+    "scheduling_policy": (str, "whose turn it is: fcfs, priority"),
+    "batching": (str, "who goes first: decode-first, prefill-first"),
+    "attention": (str, "who computes attention: auto, torch, native"),
+    "layer_ops": (str, "who computes the layers: auto, torch, native"),
 }
 _SAMPLING_OPTIONS = {
     "max_tokens": (int, "longest answer, in tokens (default 256)"),
@@ -311,7 +317,8 @@ def demo_command(args: argparse.Namespace) -> int:
     from octavo.llm import LLM
 
     jobs, console = demo_jobs(), Console()
-    with LLM(args.model, show_progress=True, **_given(args, _ENGINE_OPTIONS)) as llm:
+    options = {"defer_shared_prefix": True} | _given(args, _ENGINE_OPTIONS)
+    with LLM(args.model, show_progress=True, **options) as llm:
         screen = PanelScreen(console) if sys.stdout.isatty() else LineScreen(sys.stdout)
         answers = serve(llm, jobs, screen, sys.stderr)
         console.print(demo_table(answers))
@@ -321,8 +328,8 @@ def demo_command(args: argparse.Namespace) -> int:
 
 def demo_table(answers: Mapping[str, Sequence[CompletionOutput]]) -> Table:
     """Tokens and times by request."""
-    table = Table("request", title="what the engine did", title_justify="left")
-    for name in ("prompt tokens", "output tokens", "first token", "tokens/s", "ended by"):
+    table = Table("request", title="what the engine did (tokens)", title_justify="left")
+    for name in ("prompt", "cached", "output", "first token", "tokens/s", "ended by"):
         table.add_column(name, justify="right")
     for name, done in answers.items():
         for answer in done:
@@ -333,11 +340,12 @@ def demo_table(answers: Mapping[str, Sequence[CompletionOutput]]) -> Table:
 def _demo_cells(answer: CompletionOutput) -> list[str]:
     metrics, count = answer.metrics, len(answer.token_ids)
     if metrics is None or metrics.first_token_time is None:
-        return ["", str(count), "", "", answer.finish_reason]
+        return ["", "", str(count), "", "", answer.finish_reason]
     seconds = metrics.finished_time - metrics.first_token_time
     rate = f"{(count - 1) / seconds:.1f}" if count > 1 and seconds > 0 else "-"
     first = f"{metrics.time_to_first_token:.2f} s"
-    return [str(metrics.num_prompt_tokens), str(count), first, rate, answer.finish_reason]
+    prompt, cached = str(metrics.num_prompt_tokens), str(metrics.num_cached_tokens)
+    return [prompt, cached, str(count), first, rate, answer.finish_reason]
 
 
 def _demo_summary(llm: LLM) -> str:

@@ -132,15 +132,20 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         show_progress: bool | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> list[RequestOutput]:
         """Answer prompts (text or token ids) together; one `RequestOutput` each, in order.
 
         A prompt that can't be served gets an output with `error` set; the others are answered.
+        `cache_salt` and `priority` as in `Engine.add_request`, for all of the prompts.
         """
         several: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
         encoded = [self._encode(prompt) for prompt in several]
-        return self._answer(encoded, texts, sampling_params, show_progress)
+        standing = {"cache_salt": cache_salt, "priority": priority}
+        return self._answer(encoded, texts, sampling_params, show_progress, standing)
 
     def _answer(
         self,
@@ -148,6 +153,7 @@ class LLM:
         texts: Sequence[str | None],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool | None,
+        standing: Mapping[str, Any],
     ) -> list[RequestOutput]:
         params = expand_params(sampling_params, len(prompts))
         names = [f"call-{next(self._calls)}-{i}" for i in range(len(prompts))]
@@ -157,7 +163,7 @@ class LLM:
         }
         shown = self.show_progress if show_progress is None else show_progress
         with ProgressBar("generating", sum(p.n for p in params), shown) as bar:
-            for delta in self._stream_served(prompts, params, names):
+            for delta in self._stream_served(prompts, params, names, standing):
                 if delta.finished is not None:
                     answers[delta.request_id].append(delta.finished)
                     bar.set(sum(map(len, answers.values())))
@@ -184,6 +190,7 @@ class LLM:
         prompts: Sequence[Sequence[int] | RequestError],
         params: Sequence[SamplingParams],
         names: Sequence[str],
+        standing: Mapping[str, Any],
     ) -> Iterator[RequestDelta]:
         """The engine's stream of the prompts that were not refused."""
         served = [
@@ -195,6 +202,7 @@ class LLM:
             [prompt for prompt, _, _ in served],
             [param for _, param, _ in served],
             [name for _, _, name in served],
+            **standing,
         )
 
     def chat(
@@ -202,6 +210,9 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         show_progress: bool | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; each is a list of {"role", "content"} messages.
@@ -212,7 +223,9 @@ class LLM:
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = [messages] if single else messages
         encoded = [self._encode_chat(c, template_options) for c in conversations]
-        return self._answer(encoded, [None] * len(encoded), sampling_params, show_progress)
+        standing = {"cache_salt": cache_salt, "priority": priority}
+        texts = [None] * len(encoded)
+        return self._answer(encoded, texts, sampling_params, show_progress, standing)
 
     def _encode_chat(
         self, messages: Any, template_options: Mapping[str, Any]
@@ -227,10 +240,11 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         request_ids: Sequence[str] | None = None,
+        **standing: Any,
     ) -> Iterator[RequestDelta]:
-        """Answer prompts together, piece by piece; see `Engine.stream`."""
+        """Answer prompts together, piece by piece; arguments as in `Engine.stream`."""
         several: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
-        return self.engine.stream(several, sampling_params, request_ids)
+        return self.engine.stream(several, sampling_params, request_ids, **standing)
 
     def close(self) -> None:
         """Give model, cache and device memory back. Harmless when done twice."""

@@ -228,4 +228,4 @@ def function(library: ctypes.CDLL, name: str, kinds: str) -> Callable[..., None]
     """A C function that returns nothing; kinds: p an address, n a long, f a float each."""
     found = getattr(library, name)
     found.argtypes, found.restype = [_KINDS[kind] for kind in kinds], None
-    return found  # type: ignore[no-any-return]
+    return found

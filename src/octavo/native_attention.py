@@ -158,8 +158,8 @@ class _NativeStep:
             self._decode(q, k_cache, v_cache, out)
         for part in self.prefills:
             keys, values = part.context(k, v, k_cache, v_cache)
-            given = (x.float() for x in (q[part.tokens], keys, values))
-            out[part.tokens] = attend_span(*given, part.mask).to(out.dtype)
+            queries, keys, values = (x.float() for x in (q[part.tokens], keys, values))
+            out[part.tokens] = attend_span(queries, keys, values, part.mask).to(out.dtype)
         return out
 
     def _store(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:

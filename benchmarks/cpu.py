@@ -183,7 +183,7 @@ def bench_dtype(dtype: str, prompts: list[list[int]], repetitions: int) -> Itera
         f"\n{dtype}: {len(prompts)} requests, {sum(map(len, prompts))} prompt tokens, {OUTPUT} out"
     )
     limit = len(prompts) * OUTPUT / limit_seconds(model, prompts)
-    print(f"  {'limit: linear layers alone':38}{limit:8.1f} tokens/s")
+    print(f"  {'limit: PyTorch linear layers alone':38}{limit:8.1f} tokens/s")
     runs: list[tuple[str, Callable[[list[list[int]]], int], list[list[int]]]] = [
         ("octavo", lambda p: with_octavo(llm, p), prompts),
         ("transformers generate", lambda p: with_generate(model, p), prompts),

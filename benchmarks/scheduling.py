@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import platform
 import pstats
 import statistics
@@ -152,6 +153,13 @@ def main() -> None:
     parser.add_argument("--trace", help="simulate the arrivals of this file instead")
     parser.add_argument("--out", help="write the figures as JSON")
     args = parser.parse_args()
+    machine = {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+        "load when it began": os.getloadavg()[0],
+    }
     steps: Timings = {}
     admissions: Timings = {}
     for name in args.caches:
@@ -173,9 +181,9 @@ def main() -> None:
             print(f"\nprofile with cache {name!r}")
             profile_steps(name)
     if args.out:
-        machine = {"machine": platform.machine(), "python": platform.python_version()}
-        figures = {"steps": steps, "admissions": admissions, "hours": hours} | machine
-        Path(args.out).write_text(json.dumps(figures, indent=1) + "\n")
+        figures = {"steps": steps, "admissions": admissions, "hours": hours}
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).write_text(json.dumps(machine | figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -296,16 +296,13 @@ def test_b28_a_prompt_longer_than_the_budget_runs_in_chunks_or_is_refused(
 
 
 def test_b26_a_request_that_has_output_is_recomputed_in_chunks_without_sampling() -> None:
-    older, talks = (
-        request("older", [2] * 8, max_tokens=12),
-        request("t", [1] * 6, max_tokens=12),
-    )
-    plans = serve(scheduler_of(7, tokens=7), [(0, older), (0, talks)])
+    older, talks = (request(n, [ord(n[0])] * 6, max_tokens=8) for n in ("older", "talks"))
+    plans = serve(scheduler_of(6, tokens=6), [(0, older), (0, talks)])
     mine = [e for plan in plans for e in plan.entries if e.request is talks]
     again = next(i for i, e in enumerate(mine) if i and e.joins)
     pieces = [(e.start, e.count, e.samples) for e in mine[again : again + 2]]
-    assert pieces == [(0, 6, False), (6, 7, True)]
-    assert talks.output_token_ids == continuation([1] * 6, 12)
+    assert pieces == [(0, 6, False), (6, 5, True)]
+    assert talks.output_token_ids == continuation([ord("t")] * 6, 8)
 
 
 @pytest.mark.parametrize("name", PREFIX_CACHES[1:])

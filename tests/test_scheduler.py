@@ -231,6 +231,46 @@ def test_the_random_worlds_reach_what_they_are_meant_to_reach() -> None:
     assert all(seen[name] > 10 for name in ("preempted", "hash", "radix", "plain")), seen
 
 
+# Who comes in
+
+
+@every_cache
+@both_depths
+@settings(max_examples=60)
+@given(data=st.data())
+def test_prompts_in_pieces_come_in_for_good(
+    cache: str, depth: int, data: st.DataObject
+) -> None:
+    """Answers of one token need no room beyond the prompt, so nothing is computed twice."""
+    num_blocks = data.draw(st.integers(6, 15))
+    loop = loop_over(
+        cache,
+        depth,
+        num_blocks=num_blocks,
+        policy=Pieces(data.draw(st.integers(1, 9))),
+        batching=data.draw(st.sampled_from(BATCHINGS)),
+        defer_shared_prefix=data.draw(st.booleans()),
+        max_num_batched_tokens=data.draw(st.integers(8, 30)),
+    )
+    lengths = data.draw(st.lists(st.integers(1, 4 * num_blocks), min_size=2, max_size=9))
+    same = data.draw(st.integers(1, 9))  # numbers this far apart have the same prompt
+    crowd = [request(str(n), [n % same] * k, max_tokens=1) for n, k in enumerate(lengths)]
+    plans = serve(loop, crowd)
+    assert all(r.num_output_tokens == 1 and not r.num_preemptions for r in crowd)
+    ran = sum(plan.num_tokens for plan in plans)
+    assert ran == sum(lengths) - sum(r.num_cached_tokens or 0 for r in crowd)
+    check_empty(loop.scheduler)
+
+
+def test_a_prompt_waits_for_the_room_that_is_promised_to_another() -> None:
+    for num_blocks, first_plan in ((10, ["a"]), (11, ["a"]), (12, ["a", "b"])):
+        scheduler = scheduler_over("plain", num_blocks, policy=Pieces(4))
+        for name in "ab":
+            scheduler.add(request(name, [1] * 24, max_tokens=1))
+        plan = scheduler.schedule()
+        assert [e.request.request_id for e in plan.entries] == first_plan
+
+
 # Hits
 
 

@@ -75,12 +75,16 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype for `EngineConfig.dtype` given the checkpoint's own."""
+def choose_dtype(
+    name: str, checkpoint: str, device: torch.device, *, native: bool = True
+) -> torch.dtype:
+    """The dtype for `EngineConfig.dtype` given the checkpoint's own; `native`: may C be used?"""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cpu":
-        narrow = checkpoint == "bfloat16" and (multiplies_bfloat16() or can_compile())
+        narrow = checkpoint == "bfloat16" and (
+            multiplies_bfloat16() or (native and can_compile())
+        )
         return torch.bfloat16 if narrow else torch.float32
     if checkpoint == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
         logger.warning(
@@ -149,9 +153,25 @@ def _native_or(
 def choose_attention(
     name: str, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> AttentionBackend:
-    """The backend for `EngineConfig.attention`; NativeError if it can't be had here."""
+    """The backend for `EngineConfig.attention`; an `OctavoError` if it can't be had here."""
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        return _triton_or_torch(name, dtype, device)
     build = partial(NativeAttention, dtype, model.head_dim)
     return cast(AttentionBackend, _native_or(TorchAttention(), build, name, device))
+
+
+def _triton_or_torch(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    from octavo.kernels import TritonAttention, triton_problem  # loads Triton
+
+    problem = triton_problem(device, dtype)
+    if problem is None:
+        return TritonAttention()
+    if name == "triton":
+        raise ConfigError(f"attention='triton': {problem}")
+    logger.info("attention by PyTorch: %s", problem)
+    return TorchAttention()
 
 
 def choose_layer_ops(name: str, dtype: torch.dtype, device: torch.device) -> LayerOps:

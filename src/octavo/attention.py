@@ -21,6 +21,7 @@ __all__ = [
     "PagedCache",
     "AttentionBackend",
     "store_kv",
+    "packed_heads",
     "PrefillSpan",
     "prefill_spans",
     "TorchAttention",
@@ -74,6 +75,11 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     """Write k, v [T, num_kv_heads, head_dim] to `slots` int64 [T] of a layer's paged cache."""
     k_cache.flatten(0, 1).index_copy_(0, slots, k)
     v_cache.flatten(0, 1).index_copy_(0, slots, v)
+
+
+def packed_heads(x: Tensor) -> Tensor:
+    """x [T, heads, head_dim] with each token's heads in one piece, copied only if they aren't."""
+    return x if x.stride(-1) == 1 and x.stride(-2) == x.size(-1) else x.contiguous()
 
 
 class _Bucket(NamedTuple):

@@ -103,6 +103,8 @@ class AttentionMetadata:
     """int32 [S, most blocks of any]: padded with the reserved block."""
     slot_mapping: Tensor
     """int64 [T]: the slot of each token's key and value."""
+    lengths: Tensor | None = None
+    """int32 [S]: `seqlens_k` on the device, where a fixed address matters (chapter 09)."""
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> Mod
     return ModelConfig(architecture, **(fields | overrides))
 
 
-ATTENTION_BACKENDS = ("auto", "torch", "native")
+ATTENTION_BACKENDS = ("auto", "torch", "native", "triton")
 LAYER_OPS = ("auto", "torch", "native")
 PREFIX_CACHES = ("none", "hash", "radix")
 
@@ -260,8 +260,9 @@ class EngineConfig:
     scheduling_policy: "fcfs", or "priority" (lower `priority` first); batching: "decode-first",
         or "prefill-first"; defer_shared_prefix: wait a step for a prefix that another request
         is computing (chapter 03).
-    attention, layer_ops: who computes attention and the layers, "torch" or "native" (C on a
-        CPU); "auto" takes the fastest that the machine supports.
+    attention: who computes attention, "torch", "native" (C on a CPU) or "triton" (kernels on a
+        CUDA card); layer_ops: who computes the layers, "torch" or "native". "auto" takes the
+        fastest that the machine supports.
     seed: base for requests without a seed of their own; None takes fresh entropy.
     """
 

@@ -107,7 +107,8 @@ class LLM:
     def _load(self, directory: Path, config: EngineConfig) -> Parts:
         device = choose_device(config.device)
         checkpoint = read_model_config(directory)
-        dtype = choose_dtype(config.dtype, checkpoint.dtype, device)
+        native = "torch" not in (config.attention, config.layer_ops)
+        dtype = choose_dtype(config.dtype, checkpoint.dtype, device, native=native)
         attention = choose_attention(config.attention, checkpoint, dtype, device)
         ops = choose_layer_ops(config.layer_ops, dtype, device)
         with ProgressBar("loading weights", 1, self.show_progress) as bar:

@@ -210,11 +210,19 @@ def _run(command: list[str]) -> None:
         raise NativeError(f"{' '.join(command[:2])} failed: {done.stderr.strip()[-2000:]}")
 
 
+_PROBE = """
+void probe(float *x, long n) {
+#pragma omp parallel for
+  for (long i = 0; i < n; i++) x[i] = 0;
+}
+"""
+
+
 @functools.cache
 def can_compile() -> bool:
-    """Can C kernels be made here? Tried once, with the smallest program there is."""
+    """Can C kernels be made here? Tried once, with a loop that OpenMP shares out."""
     try:
-        build("", torch.float32)
+        build(_PROBE, torch.float32)
     except NativeError as reason:
         logger.info("no C kernels: %s", reason)
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.attention import Attend, PagedCache, attend_span, prefill_spans
+from octavo.attention import Attend, PagedCache, attend_span, packed_heads, prefill_spans
 from octavo.batch import AttentionMetadata
 from octavo.native import NativeError, build, function
 
@@ -108,11 +108,6 @@ void store_kv(const element *k, const element *v, element *k_cache, element *v_c
 """
 
 
-def _rows_of(x: Tensor) -> Tensor:
-    """x [T, heads, head_dim] with every token's heads in one piece."""
-    return x if x.stride(-1) == 1 and x.stride(-2) == x.size(-1) else x.contiguous()
-
-
 class NativeAttention:
     """An `AttentionBackend` for CPUs: decodes read the pages in place, in C.
 
@@ -151,7 +146,7 @@ class _NativeStep:
         k_cache, v_cache = self.cache.layer(layer)
         if q.dtype is not self.kernels.dtype or k_cache.dtype is not q.dtype:
             raise NativeError(f"compiled for {self.kernels.dtype}, called with {q.dtype}")
-        q, k, v = _rows_of(q), _rows_of(k), _rows_of(v)
+        q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
         self._store(k, v, k_cache, v_cache)
         out = torch.empty(q.shape, dtype=q.dtype)
         if self.num_decodes:

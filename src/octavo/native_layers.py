@@ -6,11 +6,10 @@ Generated from chapters/11_engine.md; edit there.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.layers import LayerOps, Rotation, TorchOps
-from octavo.native import NativeError, build, function
+from octavo.layers import Rotation, TorchOps
+from octavo.native import build, function
 
 __all__ = ["PRODUCT", "BETWEEN", "multiplies_bfloat16", "NativeOps"]
 

@@ -59,36 +59,18 @@ class CountingAllocator:
 
 
 class _Uncached:
-    """A plain `BlockAllocator` where a `PrefixCache` is expected: it never finds anything.
-
-    An allocator with a `share` of its own counts the readers of its blocks itself.
-    """
+    """A plain `BlockAllocator` where a `PrefixCache` is expected: it never finds anything."""
 
     num_cached_blocks = 0
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self.block_size, self.num_blocks = allocator.block_size, allocator.num_blocks
         self._allocator, self.allocate = allocator, allocator.allocate
-        self._more_readers: Counter[int] = Counter()
+        self._more_readers: Counter[int] = Counter()  # of blocks that were shared
 
     @property
     def num_free_blocks(self) -> int:
         return self._allocator.num_free_blocks
-
-    def free(self, block_ids: Iterable[int]) -> None:
-        if self._more_readers:
-            block_ids = [block for block in block_ids if self._was_last_reader(block)]
-        self._allocator.free(block_ids)
-
-    def _was_last_reader(self, block_id: int) -> bool:
-        readers = self._more_readers.pop(block_id, 0)
-        if readers > 1:
-            self._more_readers[block_id] = readers - 1
-        return not readers
-
-    def share(self, block_ids: Sequence[int]) -> None:
-        own = getattr(self._allocator, "share", self._more_readers.update)
-        own(block_ids)
 
     def match(self, request: Request) -> list[int]:
         return []
@@ -101,6 +83,21 @@ class _Uncached:
 
     def clear(self) -> None:
         pass
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        own = getattr(self._allocator, "share", self._more_readers.update)
+        own(block_ids)
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        if self._more_readers:
+            block_ids = [block for block in block_ids if self._was_last_reader(block)]
+        self._allocator.free(block_ids)
+
+    def _was_last_reader(self, block_id: int) -> bool:
+        readers = self._more_readers.pop(block_id, 0)
+        if readers > 1:
+            self._more_readers[block_id] = readers - 1
+        return not readers
 
 
 def as_prefix_cache(allocator: BlockAllocator | PrefixCache) -> PrefixCache:
@@ -130,7 +127,7 @@ class _Draft:
     prompts: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     stalled: bool = False
-    """Somebody who runs waits for blocks, so nobody may come in."""
+    """Somebody who runs is short of blocks, so nobody may come in."""
 
     @property
     def is_empty(self) -> bool:
@@ -264,28 +261,6 @@ class Scheduler:
             if self.batching == "decode-first":
                 self._admit_waiting(draft)
 
-    def _continue_running(self, draft: _Draft, prompts_only: bool = False) -> None:
-        size, step, decodes = self.block_size, self._step, draft.decodes
-        draft.budget -= len(self.running)  # one token set aside for each
-        for request in self.running:  # who is preempted meanwhile is taken from the end
-            start, end = request.num_computed_tokens, request.num_computed_tokens + 1
-            decode = len(request.token_ids) + request.num_inflight_tokens == end
-            if decode and prompts_only:
-                draft.budget += 1
-            elif (
-                decode
-                and start < size * len(request.block_table)
-                and end < request.max_total_tokens
-            ):
-                request.num_computed_tokens = end
-                request.num_inflight_tokens += 1
-                request.last_step = step
-                share = (request, request.epoch, request.row, start, 1, True, (), False, ())
-                decodes.append(_new_tuple(ScheduledRequest, share))
-            else:
-                draft.budget += 1
-                self._continue(request, draft)
-
     def _continue(self, request: Request, draft: _Draft) -> None:
         end = len(request.token_ids) + request.num_inflight_tokens
         if end >= request.max_total_tokens:
@@ -302,6 +277,32 @@ class Scheduler:
         return (
             self.policy.take(work_left, budget) if work_left > 1 else min(work_left, budget)
         )
+
+    def _continue_running(self, draft: _Draft, prompts_only: bool = False) -> None:
+        size, step, decodes = self.block_size, self._step, draft.decodes
+        draft.budget -= len(self.running)  # one token set aside for each
+        for request in self.running:  # who is preempted meanwhile is taken from the end
+            start = request.num_computed_tokens
+            end = start + 1
+            decode = len(request.token_ids) + request.num_inflight_tokens == end
+            if decode and prompts_only:
+                draft.budget += 1  # it stands still, and somebody else may have its token
+            elif not decode or end >= request.max_total_tokens:
+                draft.budget += 1  # a prompt, or one whose end is planned
+                self._continue(request, draft)
+            elif start < size * len(
+                request.block_table
+            ):  # the common case: `_book` in short
+                request.num_computed_tokens = end
+                request.num_inflight_tokens += 1
+                request.last_step = step
+                share = (request, request.epoch, request.row, start, 1, True, (), False, ())
+                decodes.append(_new_tuple(ScheduledRequest, share))
+            elif draft.room:  # its last block is full
+                self._book(request, 1, draft)
+            else:  # and somebody has to give up a block
+                draft.budget += 1
+                self._continue(request, draft)
 
     def _blocks_missing(self, request: Request, count: int) -> int:
         """Blocks to append so that `count` more tokens have a place."""
@@ -363,9 +364,8 @@ class Scheduler:
         """Let it join with these blocks, if there is room for the rest; did it?"""
         start = len(prefix) * self.block_size
         count = self._affordable(request, request.num_tokens - start, draft.budget)
-        missing = self.num_blocks_for(start + count) - len(prefix)
         room = draft.room - self.cache.num_revived(prefix)
-        if not count or missing > room:
+        if not count or self._blocks_to_join(request, prefix) > room:
             return False
         draft.room = room
         self.waiting.popleft()
@@ -373,6 +373,14 @@ class Scheduler:
         self._book(request, count, draft, joins=True)
         draft.budget -= count
         return True
+
+    def _blocks_to_join(self, request: Request, prefix: list[int]) -> int:
+        """Blocks for all tokens it has, and for those that the running have and lack a place for."""
+        need, size = self.num_blocks_for(request.num_tokens) - len(prefix), self.block_size
+        for other in self.running:
+            if len(other.token_ids) > size * len(other.block_table):
+                need += self.num_blocks_for(other.num_tokens) - len(other.block_table)
+        return need
 
     def _join(self, request: Request, prefix: list[int]) -> None:
         self.cache.share(prefix)
@@ -584,5 +592,4 @@ def _insert(
         queue.insert(bisect(queue, place(request), key=place), request)
 
 
-# `ScheduledRequest(...)` would do the same through a slower constructor, 256 times a step.
-_new_tuple: Any = tuple.__new__
+_new_tuple: Any = tuple.__new__  # `ScheduledRequest(...)`, less the time of its constructor

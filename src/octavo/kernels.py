@@ -1,0 +1,557 @@
+"""Chapter 07, The forward pass.
+
+Generated from chapters/07_forward_pass.md; edit there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.attention import Attend, PagedCache, packed_heads
+from octavo.batch import AttentionMetadata
+from octavo.config import ConfigError
+
+__all__ = [
+    "DTYPES",
+    "LOG2E",
+    "triton_problem",
+    "write_kv",
+    "Tuning",
+    "default_tuning",
+    "num_splits",
+    "Scratch",
+    "decode_attention",
+    "query_tiles",
+    "prefill_attention",
+    "TritonAttention",
+]
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # `triton_problem` says so to whoever wants to use a kernel
+    triton = tl = None
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LOG2E = math.log2(math.e)
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _jit(kernel: Any) -> Any:
+    """`triton.jit` where there is Triton."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+@functools.cache
+def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels can't run on `device` in `dtype`; None if they can."""
+    if triton is None:
+        return "Triton isn't installed (pip install triton, on Linux)"
+    if dtype not in DTYPES:
+        return f"there is no kernel for {dtype}; use float32, bfloat16 or float16"
+    if _INTERPRETED:
+        return None
+    if device.type != "cuda":
+        return f"it needs a CUDA card, not {device} (TRITON_INTERPRET=1 is for tests)"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a card of compute capability 8.0 or more"
+    return None
+
+
+@_jit
+def _store_kernel(
+    k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, PAD: tl.constexpr
+):  # fmt: skip
+    """One program a token: its WIDTH = num_kv_heads * head_dim numbers go to its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    column = tl.arange(0, PAD)
+    inside = column < WIDTH
+    keys = tl.load(k + token * k_stride + column, mask=inside)
+    values = tl.load(v + token * v_stride + column, mask=inside)
+    tl.store(k_cache + slot * WIDTH + column, keys, mask=inside)
+    tl.store(v_cache + slot * WIDTH + column, values, mask=inside)
+
+
+def _padded(size: int) -> int:
+    """The power of two that a tile needs for `size`; the matrix unit takes no less than 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """`attention.store_kv` as a kernel; tokens of k and v may lie any distance apart."""
+    k, v = packed_heads(k), packed_heads(v)
+    width = k.shape[1] * k.shape[2]
+    _store_kernel[(len(k),)](
+        k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0),
+        WIDTH=width, PAD=_padded(width), num_warps=4 if width >= 512 else 1,
+    )  # fmt: skip
+
+
+@_jit
+def _slots(table, start, keys, exists, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """int64 [TILE]: the slots of keys start, start + 1, ..."""
+    if BLOCK_SIZE % TILE == 0:  # tiles begin at multiples of TILE: this one is in one block
+        page = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+        slots = page * BLOCK_SIZE + start % BLOCK_SIZE + tl.arange(0, TILE)
+    else:
+        pages = tl.load(table + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        slots = pages * BLOCK_SIZE + keys % BLOCK_SIZE
+    return slots
+
+
+@_jit
+def _load_tile(
+    places, exists, dim, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """A tile of keys or values [TILE, PAD_DIM]; zeros where there are none."""
+    if MASKED:
+        wanted = exists[:, None] & (dim < HEAD_DIM)[None, :]
+        tile = tl.load(places, mask=wanted, other=0.0)
+    elif HEAD_DIM == PAD_DIM:
+        tile = tl.load(places)
+    else:
+        tile = tl.load(places, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    return tile
+
+
+@_jit
+def _scan_keys(
+    q, top, total, acc, k_base, v_base, table, first, end, positions, token_stride,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of q [M, PAD_DIM] over keys first..end-1, TILE at a time.
+
+    top, total [M] and acc [M, PAD_DIM] are the running maximum, sum and weighted values, float32.
+    MASKED: leave out keys from `end` on and behind each row's own position [M]. Source: Milakov
+    and Gimelshein, 2018.
+    """
+    step = tl.arange(0, TILE)
+    dim = tl.arange(0, PAD_DIM)
+    for start in range(first, end, TILE):
+        keys = start + step
+        exists = keys < end
+        slots = _slots(table, start, keys, exists, BLOCK_SIZE, TILE)
+        offsets = slots[:, None] * token_stride + dim[None, :]
+        k = _load_tile(k_base + offsets, exists, dim, HEAD_DIM, PAD_DIM, MASKED)
+        v = _load_tile(v_base + offsets, exists, dim, HEAD_DIM, PAD_DIM, MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = exists[None, :] & (keys[None, :] <= positions[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+    return top, total, acc
+
+
+@_jit
+def _queries(q, rows, dim, wanted, scale, row_stride):
+    """A tile of queries, scaled for `_scan_keys`, in the dtype of the cache."""
+    tile = tl.load(q + rows[:, None] * row_stride + dim[None, :], mask=wanted, other=0.0)
+    return (tile.to(tl.float32) * scale).to(q.dtype.element_ty)
+
+
+@_jit
+def _nothing(ROWS: tl.constexpr, PAD_DIM: tl.constexpr):
+    """Maximum, sum and weighted values before the first key."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, PAD_DIM], tl.float32)
+
+
+@_jit
+def _share(
+    length, split, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr
+):
+    """(first key, last key + 1) of a split, and how many splits have work."""
+    tiles = tl.cdiv(length, TILE)
+    each = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
+    first = split * each * TILE
+    return (
+        first,
+        tl.minimum(first + each * TILE, length),
+        tl.maximum(tl.cdiv(tiles, each), 1),
+    )
+
+
+@_jit
+def _merge(
+    out, partial, partial_lse, used, rows, dim, wanted,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Add up `used` partial results, each weighed by its share of the softmax's sum."""
+    top, total, acc = _nothing(PAD_GROUP, PAD_DIM)
+    inside = rows < GROUP
+    for split in range(0, used):
+        # .cg: from L2, where other programs' writes are; L1 may hold something older.
+        mine = partial_lse + split * GROUP + rows
+        lse = tl.load(mine, mask=inside, other=0.0, cache_modifier=".cg")
+        part = partial + (split * GROUP + rows)[:, None] * HEAD_DIM + dim[None, :]
+        values = tl.load(part, mask=wanted, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, lse)
+        shrink, weight = tl.exp2(top - higher), tl.exp2(lse - higher)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + values * weight[:, None]
+        top = higher
+    acc = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * HEAD_DIM + dim[None, :], acc, mask=wanted)
+
+
+@_jit
+def _finish_split(
+    out, partial, partial_lse, arrived, top, total, acc, place, split, used,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr, MERGE_HERE: tl.constexpr,
+):  # fmt: skip
+    """Write the answer, or a share of it; the last program to arrive adds the shares up.
+
+    `place` numbers the pair of sequence and KV head; `arrived` is all zero before and after.
+    """
+    rows = tl.arange(0, PAD_GROUP)
+    dim = tl.arange(0, PAD_DIM)
+    wanted = (rows < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    here = rows[:, None] * HEAD_DIM + dim[None, :]
+    acc = (
+        acc / tl.where(total > 0, total, 1.0)[:, None]
+    )  # a padding row of a graph: length 0
+    if SPLITS == 1 or (MERGE_HERE and used == 1):
+        tl.store(out + here, acc.to(out.dtype.element_ty), mask=wanted)
+    else:
+        partial += place * SPLITS * GROUP * HEAD_DIM
+        partial_lse += place * SPLITS * GROUP
+        tl.store(partial + split * GROUP * HEAD_DIM + here, acc, mask=wanted)
+        lse = top + tl.log2(total)
+        tl.store(partial_lse + split * GROUP + rows, lse, mask=rows < GROUP)
+        if MERGE_HERE:
+            tl.debug_barrier()  # all of this program's writes come before its arrival
+            before = tl.atomic_add(arrived + place, 1, sem="acq_rel")
+            if before == used - 1:
+                tl.debug_barrier()
+                _merge(out, partial, partial_lse, used, rows, dim, wanted,
+                       GROUP, HEAD_DIM, PAD_GROUP, PAD_DIM)  # fmt: skip
+                tl.store(arrived + place, 0)
+
+
+@_jit
+def _decode_kernel(
+    out, q, k_cache, v_cache, block_table, lengths, partial, partial_lse, arrived,
+    scale, q_stride, out_stride, table_stride, token_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MERGE_HERE: tl.constexpr,
+):  # fmt: skip
+    """One program a KV head, sequence and split."""
+    head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    first, end, used = _share(length, split, TILE, SPLITS, MIN_TILES)
+    if split >= used:
+        return
+    rows = tl.arange(0, PAD_GROUP)
+    dim = tl.arange(0, PAD_DIM)
+    wanted = (rows < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    mine = head * GROUP * HEAD_DIM
+    queries = _queries(
+        q + sequence.to(tl.int64) * q_stride + mine, rows, dim, wanted, scale, HEAD_DIM
+    )
+    top, total, acc = _nothing(PAD_GROUP, PAD_DIM)
+    positions = tl.zeros([PAD_GROUP], tl.int32) + (length - 1)
+    top, total, acc = _scan_keys(
+        queries, top, total, acc, k_cache + head * HEAD_DIM, v_cache + head * HEAD_DIM,
+        block_table + sequence.to(tl.int64) * table_stride, first, end, positions, token_stride,
+        BLOCK_SIZE, TILE, HEAD_DIM, PAD_DIM, True,
+    )  # fmt: skip
+    _finish_split(
+        out + sequence.to(tl.int64) * out_stride + mine, partial, partial_lse, arrived,
+        top, total, acc, sequence * tl.num_programs(0) + head, split, used,
+        SPLITS, GROUP, HEAD_DIM, PAD_GROUP, PAD_DIM, MERGE_HERE,
+    )  # fmt: skip
+
+
+@_jit
+def _merge_kernel(
+    out, partial, partial_lse, lengths, out_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """The other way to merge: a second launch, one program a KV head and sequence."""
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    _, _, used = _share(tl.load(lengths + sequence), 0, TILE, SPLITS, MIN_TILES)
+    rows = tl.arange(0, PAD_GROUP)
+    dim = tl.arange(0, PAD_DIM)
+    wanted = (rows < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    place = sequence * tl.num_programs(0) + head
+    _merge(
+        out + sequence.to(tl.int64) * out_stride + head * GROUP * HEAD_DIM,
+        partial + place * SPLITS * GROUP * HEAD_DIM, partial_lse + place * SPLITS * GROUP,
+        used, rows, dim, wanted, GROUP, HEAD_DIM, PAD_GROUP, PAD_DIM,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Shapes of the kernels' work; the defaults are what measured best on an H200."""
+
+    tile: int = 64
+    """Keys a decode program takes at a time."""
+    warps: int = 4
+    stages: int = 4
+    """Tiles under way at once: bytes in flight are what bandwidth is made of."""
+    splits: int | None = None
+    """Parts of a decode's keys; None: as many as keep the card busy."""
+    min_keys: int = 64
+    """A split has at least so many."""
+    merge_here: bool = True
+    """The last program to arrive merges; False: a second kernel does."""
+    programs: int = 512
+    """Decode programs that keep the card busy."""
+    query_tile: int = 128
+    key_tile: int = 64
+    prefill_warps: int = 4
+    prefill_stages: int = 3
+
+
+def default_tuning(dtype: torch.dtype, head_dim: int) -> Tuning:
+    """What fits into a multiprocessor's own memory for this dtype and head size."""
+    row = _padded(head_dim) * dtype.itemsize
+    if dtype == torch.float32:
+        rows = 32 if row <= 512 else 16
+        return Tuning(tile=16, query_tile=rows, key_tile=16, prefill_stages=2)
+    if row <= 256:
+        return Tuning()
+    return Tuning(tile=32, query_tile=64, key_tile=32, prefill_stages=2)
+
+
+def num_splits(num_sequences: int, num_kv_heads: int, tuning: Tuning) -> int:
+    """A power of two that makes about `tuning.programs` of them, at most 32."""
+    if tuning.splits is not None:
+        return tuning.splits
+    most = max(1, min(32, tuning.programs // (num_sequences * num_kv_heads)))
+    return 1 << (most.bit_length() - 1)
+
+
+class Scratch:
+    """Where splits leave their shares.
+
+    `arrived` int32 is all zero between launches: whoever merges sets its place back.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.partial = torch.empty(0, device=device)
+        self.lse = torch.empty(0, device=device)
+        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def reserve(self, programs: int, group: int, head_dim: int) -> None:
+        """Room for `programs` shares. Asked for the most there may be, it never moves again."""
+        if self.partial.numel() < (need := programs * group * head_dim):
+            self.partial = torch.empty(need, device=self.device)
+        if self.lse.numel() < (need := programs * group):
+            self.lse = torch.empty(need, device=self.device)
+        if self.arrived.numel() < programs:
+            self.arrived = torch.zeros(programs, dtype=torch.int32, device=self.device)
+
+
+def decode_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scratch: Scratch,
+    tuning: Tuning,
+) -> None:
+    """One query a sequence over its cached keys, its own included.
+
+    out, q [S, num_heads, head_dim]; caches [blocks, block_size, num_kv_heads, head_dim];
+    block_table int32 [S, W]; lengths int32 [S], read on the device only.
+    """
+    q, (block_size, num_kv_heads, head_dim) = packed_heads(q), k_cache.shape[1:]
+    sequences, group = len(q), q.shape[1] // num_kv_heads
+    splits = num_splits(sequences, num_kv_heads, tuning)
+    if splits > 1:
+        most = max(tuning.programs, sequences * num_kv_heads * splits)
+        scratch.reserve(most, group, head_dim)
+    shape = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAD_GROUP": _padded(group),
+        "PAD_DIM": _padded(head_dim),
+        "TILE": tuning.tile,
+        "SPLITS": splits,
+        "MIN_TILES": max(1, tuning.min_keys // tuning.tile),
+    }
+    _decode_kernel[(num_kv_heads, sequences, splits)](
+        out, q, k_cache, v_cache, block_table, lengths,
+        scratch.partial, scratch.lse, scratch.arrived, head_dim**-0.5 * LOG2E,
+        q.stride(0), out.stride(0), block_table.stride(0), num_kv_heads * head_dim,
+        **shape, BLOCK_SIZE=block_size, MERGE_HERE=tuning.merge_here,
+        num_warps=tuning.warps, num_stages=tuning.stages,
+    )  # fmt: skip
+    if splits > 1 and not tuning.merge_here:
+        _merge_kernel[(num_kv_heads, sequences)](
+            out, scratch.partial, scratch.lse, lengths, out.stride(0), **shape, num_warps=1
+        )
+
+
+@_jit
+def _prefill_kernel(
+    out, q, k_cache, v_cache, block_table, cu_seqlens_q, cu_seqlens_k, tiles,
+    scale, q_stride, out_stride, table_stride, token_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program a query head and tile of QUERY_TILE queries of one sequence."""
+    head = tl.program_id(0)
+    sequence = tl.load(tiles + 2 * tl.program_id(1))
+    tile = tl.load(tiles + 2 * tl.program_id(1) + 1)
+    begin = tl.load(cu_seqlens_q + sequence)
+    count = tl.load(cu_seqlens_q + sequence + 1) - begin
+    length = tl.load(cu_seqlens_k + sequence + 1) - tl.load(cu_seqlens_k + sequence)
+    rows = tile * QUERY_TILE + tl.arange(0, QUERY_TILE)
+    dim = tl.arange(0, PAD_DIM)
+    wanted = (rows < count)[:, None] & (dim < HEAD_DIM)[None, :]
+    tokens = (begin + rows).to(tl.int64)
+    queries = _queries(q + head * HEAD_DIM, tokens, dim, wanted, scale, q_stride)
+    context = length - count  # keys before this step's own
+    positions = context + rows
+    top, total, acc = _nothing(QUERY_TILE, PAD_DIM)
+    k_base = k_cache + (head // GROUP) * HEAD_DIM
+    v_base = v_cache + (head // GROUP) * HEAD_DIM
+    table = block_table + sequence.to(tl.int64) * table_stride
+    free = (context + tile * QUERY_TILE + 1) // KEY_TILE * KEY_TILE  # all queries see these
+    top, total, acc = _scan_keys(
+        queries, top, total, acc, k_base, v_base, table, 0, free, positions, token_stride,
+        BLOCK_SIZE, KEY_TILE, HEAD_DIM, PAD_DIM, False,
+    )  # fmt: skip
+    end = tl.minimum(length, context + (tile + 1) * QUERY_TILE)
+    top, total, acc = _scan_keys(
+        queries, top, total, acc, k_base, v_base, table, free, end, positions, token_stride,
+        BLOCK_SIZE, KEY_TILE, HEAD_DIM, PAD_DIM, True,
+    )  # fmt: skip
+    acc = (acc / total[:, None]).to(out.dtype.element_ty)
+    here = head * HEAD_DIM + tokens[:, None] * out_stride + dim[None, :]
+    tl.store(out + here, acc, mask=wanted)
+
+
+def query_tiles(
+    seqlens_q: Sequence[int], seqlens_k: Sequence[int], first: int, tile: int
+) -> np.ndarray:
+    """int32 [tiles, 2]: (sequence, tile) of all queries of sequences `first` and on.
+
+    Those with most keys come first: a long one started last would run alone at the end.
+    """
+    counts = np.asarray(seqlens_q[first:], np.int64)
+    lengths = np.asarray(seqlens_k[first:], np.int64)
+    each = -(-counts // tile)
+    sequence = np.repeat(np.arange(len(counts)), each)
+    which = np.arange(len(sequence)) - np.repeat(np.cumsum(each) - each, each)
+    keys = (lengths - counts)[sequence] + np.minimum((which + 1) * tile, counts[sequence])
+    order = np.argsort(-keys, kind="stable")
+    return np.stack([sequence + first, which], 1)[order].astype(np.int32)
+
+
+def prefill_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    tiles: Tensor,
+    tuning: Tuning,
+) -> None:
+    """Causal attention of the sequences in `tiles` (`query_tiles`), keys read from the cache.
+
+    out, q [T, num_heads, head_dim]; a sequence's queries are the last of its keys, so chunks
+    and prefix hits need nothing special.
+    """
+    q, (block_size, num_kv_heads, head_dim) = packed_heads(q), k_cache.shape[1:]
+    num_heads, table = q.shape[1], metadata.block_table
+    _prefill_kernel[(num_heads, len(tiles))](
+        out, q, k_cache, v_cache, table, metadata.cu_seqlens_q, metadata.cu_seqlens_k, tiles,
+        head_dim**-0.5 * LOG2E,
+        q.stride(0), out.stride(0), table.stride(0), num_kv_heads * head_dim,
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, PAD_DIM=_padded(head_dim),
+        BLOCK_SIZE=block_size, QUERY_TILE=tuning.query_tile, KEY_TILE=tuning.key_tile,
+        num_warps=tuning.prefill_warps, num_stages=tuning.prefill_stages,
+    )  # fmt: skip
+
+
+class TritonAttention:
+    """An `AttentionBackend` of own kernels, for any block size.
+
+    float32, bfloat16 and float16 on CUDA cards from compute capability 8.0. `bind` raises
+    `ConfigError` where the kernels can't run.
+    """
+
+    def __init__(self, tuning: Tuning | None = None) -> None:
+        self.tuning = tuning
+        self._scratch: dict[torch.device, Scratch] = {}
+
+    def scratch(self, device: torch.device) -> Scratch:
+        """The one scratch of a device; steps on a stream use it one after the other."""
+        return self._scratch.setdefault(device, Scratch(device))
+
+    def tuned_for(self, k_cache: Tensor) -> Tuning:
+        """The tuning given, or the default for this cache; ConfigError if it has no kernel."""
+        if problem := triton_problem(k_cache.device, k_cache.dtype):
+            raise ConfigError(f"attention='triton': {problem}; attention='torch' runs")
+        return self.tuning or default_tuning(k_cache.dtype, k_cache.shape[-1])
+
+    def bind(self, cache: PagedCache, metadata: AttentionMetadata) -> Attend:
+        """See `AttentionBackend.bind`."""
+        return _TritonStep(self, cache, metadata)
+
+
+class _TritonStep:
+    """One step of `TritonAttention`. Without prefills it reads no length on the host."""
+
+    def __init__(
+        self, backend: TritonAttention, cache: PagedCache, metadata: AttentionMetadata
+    ) -> None:
+        self.cache, self.metadata = cache, metadata
+        self.tuning = backend.tuned_for(cache.layer(0)[0])
+        self.scratch = backend.scratch(metadata.slot_mapping.device)
+        given = metadata.lengths
+        self.lengths = metadata.cu_seqlens_k.diff() if given is None else given
+        self.tiles = self._tiles(metadata)
+
+    def _tiles(self, metadata: AttentionMetadata) -> Tensor | None:
+        """`query_tiles` on the device; None where all are decodes."""
+        lengths = metadata.seqlens_q, metadata.seqlens_k
+        if metadata.num_decodes == len(metadata.seqlens_q):
+            return None
+        tiles = query_tiles(*lengths, metadata.num_decodes, self.tuning.query_tile)
+        return torch.from_numpy(tiles).to(metadata.slot_mapping.device, non_blocking=True)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_cache, v_cache = self.cache.layer(layer)
+        write_kv(k, v, k_cache, v_cache, self.metadata.slot_mapping)
+        return self.attend(q, k_cache, v_cache)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Attention over what is in the cache already."""
+        meta, tuning = self.metadata, self.tuning
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if decodes := meta.num_decodes:
+            decode_attention(
+                out[:decodes], q[:decodes], k_cache, v_cache, meta.block_table, self.lengths,
+                self.scratch, tuning,
+            )  # fmt: skip
+        if self.tiles is not None:
+            prefill_attention(out, q, k_cache, v_cache, meta, self.tiles, tuning)
+        return out

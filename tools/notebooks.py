@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -10,6 +11,10 @@ def main(argv: list[str] | None = None) -> None:
     from nbdev.test import nbdev_test
 
     flags = " ".join(sys.argv[1:] if argv is None else argv)
+    if "gpu" not in flags.split():
+        # All notebooks share this process, and an earlier one may load Triton before chapter 07
+        # asks for its interpreter.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     nbdev_test.__wrapped__("nbs", flags=flags, n_workers=1, do_print=True)
 
 

@@ -146,7 +146,7 @@ def _native_or(
         if asked == "native":
             raise
         if device.type == "cpu":
-            logger.info("plain PyTorch on the CPU: %s", reason)
+            logger.info("plain PyTorch on the CPU: %s", str(reason))  # no frames kept alive
         return plain
 
 

@@ -224,7 +224,7 @@ def can_compile() -> bool:
     try:
         build(_PROBE, torch.float32)
     except NativeError as reason:
-        logger.info("no C kernels: %s", reason)
+        logger.info("no C kernels: %s", str(reason))
         return False
     return True
 

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,10 @@ from octavo.hub import resolve_model
 from octavo.plotting import quantile
 from octavo.provenance import commit_name
 
+from record import Record
+
 OUTPUT = 64
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Record:
-    """One line of the result file, in the form that all benchmarks of the book share."""
-
-    name: str
-    metric: str
-    median: float
-    p10: float | None
-    p90: float | None
-    repetitions: int
-    limit: float | None
-    config: dict[str, Any]
-    provenance: dict[str, Any]
 
 
 def draw_prompts(count: int, seed: int = 0) -> list[list[int]]:

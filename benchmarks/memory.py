@@ -16,7 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,10 @@ from octavo.provenance import commit_name
 from octavo.request import Request, SamplingParams, StepResult
 from octavo.scheduler import Scheduler
 
+from record import Record
+
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 BLOCK, PROMPT, DECODES = 16, 2000, 256
-
-
-@dataclass(frozen=True)
-class Record:
-    """One line of the result file, in the form that all benchmarks of the book share."""
-
-    name: str
-    metric: str
-    median: float
-    p10: float | None
-    p90: float | None
-    repetitions: int
-    limit: float | None
-    config: dict[str, Any]
-    provenance: dict[str, Any]
 
 
 def microseconds(action: Callable[[], object], calls: int, rounds: int = 15) -> list[float]:

@@ -428,6 +428,28 @@ class TestOptions:
         found = again.outputs[0].metrics.num_cached_tokens
         assert found == (0 if prefix_cache == "none" else 32)
 
+    def test_a_salt_keeps_callers_apart(self, checkpoint: Path) -> None:
+        def cached(outputs: list[Any]) -> int:
+            return outputs[0].outputs[0].metrics.num_cached_tokens
+
+        with load(checkpoint) as llm:
+            said = [{"role": "user", "content": "Hello there. " * 12}]
+            for ask in (
+                lambda salt: llm.generate([[1] * 40], GREEDY, cache_salt=salt),
+                lambda salt: llm.chat(said, GREEDY, cache_salt=salt),
+            ):
+                found = [cached(ask(salt)) > 0 for salt in ("a", "b", "a", None, None)]
+                assert found == [False, False, True, False, True]
+
+    def test_a_priority_reaches_the_scheduler(self, checkpoint: Path) -> None:
+        with load(checkpoint, scheduling_policy="priority") as llm:
+            plans = record_plans(llm)
+            llm.generate([[1, 2]], GREEDY, priority=7)
+            llm.chat(CHAT, GREEDY, priority=8)
+            list(llm.stream([[3, 4]], GREEDY, priority=9))
+        seen = dict.fromkeys(e.request.priority for plan in plans for e in plan.entries)
+        assert list(seen) == [7, 8, 9]
+
     @pytest.mark.parametrize("policy", ["fcfs", "priority"])
     def test_scheduling_policy(self, checkpoint: Path, policy: str) -> None:
         with load(checkpoint, scheduling_policy=policy, max_num_seqs=1) as llm:

@@ -7,6 +7,7 @@ VENV ?= .venv
 TORCH ?=
 TORCH_INDEX ?=
 ARGS ?=
+RESULTS ?= benchmarks/results
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
@@ -15,7 +16,7 @@ DEV := $(VENV)/.stamp-dev
 INSTALL := $(PYTHON) -m tools.install --venv $(VENV) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test book run-book docs lab test-gpu soak bench-cpu lint format hooks clean
+.PHONY: help install demo test book run-book docs lab test-gpu soak bench-cpu bench-gpu lint format hooks clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -57,6 +58,12 @@ soak: $(DEV)  ## the tests and notebook cells that run for minutes
 
 bench-cpu: $(DEV)  ## Octavo beside transformers on this CPU (10 minutes or more; ARGS="--dtype float32")
 	@$(PY) benchmarks/cpu.py $(ARGS)
+
+bench-gpu: $(RUNTIME)  ## octavo bench on this card, records in benchmarks/results/<device>/ (ARGS go to each)
+	@$(BIN)/octavo bench throughput --device cuda --model qwen3-0.6b-shape --out $(RESULTS) $(ARGS)
+	@$(BIN)/octavo bench latency --device cuda --model qwen3-0.6b-shape --out $(RESULTS) $(ARGS)
+	@$(BIN)/octavo bench latency --device cuda --model llama-3.1-8b-shape --out $(RESULTS) $(ARGS)
+	@$(BIN)/octavo bench kernels --device cuda --model qwen3-0.6b-shape --out $(RESULTS) $(ARGS)
 
 lint: $(DEV)  ## ruff, mypy and spelling, in seconds
 	@$(PY) -m ruff check .

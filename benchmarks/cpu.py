@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
@@ -26,11 +25,10 @@ import transformers
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.bench_record import Record, cpu_name
 from octavo.hub import resolve_model
 from octavo.plotting import quantile
 from octavo.provenance import commit_name
-
-from record import Record
 
 OUTPUT = 64
 RESULTS = Path(__file__).parent / "results"
@@ -126,16 +124,8 @@ def with_generate_batch(model: Any, prompts: list[list[int]]) -> int:
 
 def provenance() -> dict[str, Any]:
     """What the figures were made on."""
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
     return {
-        "device": cpu,
+        "device": cpu_name(),
         "threads": torch.get_num_threads(),
         "amx": bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()),
         "avx512_bf16": bool(

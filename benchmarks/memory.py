@@ -21,14 +21,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from octavo.bench_record import Record, cpu_name
 from octavo.block_pool import BlockPool
 from octavo.plotting import quantile
 from octavo.prefix_cache import PREFIX_CACHES, NoPrefixCache, make_prefix_cache
 from octavo.provenance import commit_name
 from octavo.request import Request, SamplingParams, StepResult
 from octavo.scheduler import Scheduler
-
-from record import Record
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 BLOCK, PROMPT, DECODES = 16, 2000, 256
@@ -163,18 +162,6 @@ def to_record(
     )
 
 
-def processor() -> str:
-    """The CPU's name, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [
-        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-    ]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
     """Measure, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -185,7 +172,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [size for size in SIZES if size <= options.largest]
     origin = {
-        "device": processor(),
+        "device": cpu_name(),
         "python": platform.python_version(),
         "date": date.today().isoformat(),
         "commit": commit_name(),

@@ -11,8 +11,27 @@ from octavo.block_pool import BlockPool
 from octavo.config import EngineConfig, ModelConfig, tiny_config
 from octavo.engine import CompletionOutput, Engine, RequestDelta
 from octavo.example import CountingRunner, CountingTokenizer, checksum
+from octavo.overlap import OverlappedEngine
 from octavo.request import Plan, Request, SamplingParams, StepResult
 from octavo.scheduler import Scheduler
+
+
+class LateStep:
+    """A step in flight that is carried out when somebody waits for it, as late as can be.
+
+    So nothing can be right because of something the ledger still said when it was launched.
+    """
+
+    needs_mask = False
+
+    def __init__(self, runner: CountingRunner, plan: Plan) -> None:
+        self.runner, self.plan = runner, plan
+
+    def sample(self) -> None:
+        pass
+
+    def result(self) -> StepResult:
+        return self.runner.execute(self.plan)
 
 
 class RecordingRunner(CountingRunner):
@@ -25,9 +44,14 @@ class RecordingRunner(CountingRunner):
 
     def execute(self, plan: Plan) -> StepResult:
         self.plans.append(plan)
+        result = super().execute(plan)
         if (failure := self.failures.pop(plan.step, None)) is not None:
-            raise failure
-        return super().execute(plan)
+            raise failure  # after the fact: a step behind it may be in flight
+        return result
+
+    def submit(self, plan: Plan) -> LateStep:
+        """Launch a step (chapter 09)."""
+        return LateStep(self, plan)
 
     def entries_of(self, request_id: str) -> list[Any]:
         """This request's shares of all steps."""
@@ -78,26 +102,7 @@ class Loop:
             self.turn()
 
 
-class AheadEngine(Engine):
-    """An engine with the loop that the contract foresees: step n+1 is planned before n is back."""
-
-    flying: deque[Plan]
-
-    def step(self) -> list[RequestDelta]:
-        self.flying = getattr(self, "flying", deque())
-        if self.scheduler.has_unfinished:
-            self.flying.append(self.scheduler.schedule())
-        if len(self.flying) < 2 and self.scheduler.has_unfinished:
-            return self._deliver(())
-        return self._take_back(self.flying.popleft()) if self.flying else self._deliver(())
-
-    def _take_back(self, plan: Plan) -> list[RequestDelta]:
-        result = self.runner.execute(plan) if plan.entries else StepResult(())
-        self._count(plan)
-        return self._deliver(self.scheduler.update(plan, result))
-
-
-ENGINES = {"plain": Engine, "overlapped": AheadEngine}
+ENGINES: dict[str, type[Engine]] = {"plain": Engine, "overlapped": OverlappedEngine}
 
 
 def counting_engine(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import io
 import itertools
 import json
@@ -18,8 +20,10 @@ from tiny_checkpoint import write_tiny_checkpoint
 
 from octavo import LLM, SamplingParams, cli
 from octavo.cli import demo_jobs, main
+from octavo.config import EngineConfig
 from octavo.jobs import make_job, read_jobs
 from octavo.llm import RequestOutput
+from octavo.options import ENGINE_OPTIONS
 from octavo.outputs import RequestDelta
 from octavo.screens import PanelScreen
 
@@ -286,6 +290,8 @@ class TestErrors:
             ("--num-kv-blocks", "0", "num_kv_blocks=0"),
             ("--max-num-seqs", "0", "max_num_seqs=0"),
             ("--max-num-batched-tokens", "-3", "max_num_batched_tokens=-3"),
+            ("--gpu-memory-utilization", "1.5", "gpu_memory_utilization=1.5"),
+            ("--sampler", "dice", "sampler='dice': give "),
         ],
     )
     def test_nonsense_values_are_one_line(
@@ -374,8 +380,17 @@ class TestOptions:
             ("max_chunk_tokens", 7),
             ("scheduling_policy", "priority"),
             ("batching", "prefill-first"),
+            ("kv_cache_memory", 10**6),
+            ("gpu_memory_utilization", 0.5),
             ("attention", "torch"),
             ("layer_ops", "torch"),
+            ("sampler", "torch"),
+            ("chunked_prefill", False),
+            ("defer_shared_prefix", False),
+            ("cuda_graphs", False),
+            ("cuda_graphs", True),
+            ("enforce_eager", True),
+            ("overlap", True),
         ],
     )
     @pytest.mark.parametrize("command", ["run", "demo"])
@@ -391,14 +406,21 @@ class TestOptions:
             pass
 
         def stop(self: LLM, model: str, **options: Any) -> None:
-            own = ("show_progress", "defer_shared_prefix")  # the commands' own choice
-            raise Seen({k: v for k, v in options.items() if k not in own})
+            own = {"defer_shared_prefix": True}  # the demo's choice
+            raise Seen({k: v for k, v in options.items() if own.get(k) is not v})
 
         monkeypatch.setattr(LLM, "__init__", stop)
         more = ("-p", "Hi") if command == "run" else ()
+        flag = ("no-" if value is False else "") + option.replace("_", "-")
+        given = () if isinstance(value, bool) else (value,)
         with pytest.raises(Seen) as caught:
-            octavo("--" + option.replace("_", "-"), value, *more, command=command)
-        assert caught.value.args == ({option: value},)
+            octavo("--" + flag, *given, *more, command=command)
+        seen = caught.value.args[0]
+        assert {k: v for k, v in seen.items() if k != "show_progress"} == {option: value}
+
+    def test_every_switch_of_the_engine_is_an_option(self) -> None:
+        switches = {field.name for field in dataclasses.fields(EngineConfig)}
+        assert set(ENGINE_OPTIONS) == switches - {"seed"}  # that of a request
 
 
 class TestChatLoop:
@@ -503,7 +525,17 @@ class TestDemo:
 
 
 class TestHelp:
-    @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["demo", "--help"]])
+    @pytest.mark.parametrize(
+        "argv",
+        [
+            ["--help"],
+            ["run", "--help"],
+            ["demo", "--help"],
+            ["bench", "--help"],
+            ["bench", "throughput", "--help"],
+        ],
+        ids=lambda argv: argv[-2] if len(argv) > 1 else "octavo",
+    )
     def test_help_names_every_option_and_says_what_it_does(
         self, argv: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -515,26 +547,33 @@ class TestHelp:
             "run": ("smollm2-135m", ".gguf", "owner/name", "examples:", "--file", "--stop",
                     "--top-p X choose among", "--num-kv-blocks X blocks", "--json", "--raw"),
             "demo": ("MODEL", "--device X where to run", "--block-size X tokens in one block"),
+            "bench": ("throughput", "latency", "kernels", "examples:", "qwen3-0.6b-shape"),
+            "throughput": ("--input-len X MIN:MAX", "--repetitions X repetitions that count",
+                           "--out X write", "--overlap, --no-overlap plan a step"),
         }  # fmt: skip
         assert caught.value.code == 0
-        assert [word for word in words[argv[0]] if word not in out] == []
+        assert [word for word in words[argv[-2:][0]] if word not in out] == []
 
     def test_every_option_has_a_help(self) -> None:
-        parser = cli.make_parser()
-        commands = next(a for a in parser._actions if hasattr(a, "choices") and a.choices)
-        for name, command in commands.choices.items():
-            silent = [a.dest for a in command._actions if not a.help and a.dest != "model"]
-            assert silent == [], name
+        def check(parser: argparse.ArgumentParser) -> None:
+            for action in parser._actions:
+                assert action.help or action.dest == "model" or action.choices, action
+                if isinstance(action, argparse._SubParsersAction):
+                    for command in action.choices.values():
+                        check(command)
+
+        check(cli.make_parser())
 
     def test_no_command_gets_the_usage(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             main([])
         assert caught.value.code == 2 and "COMMAND" in capsys.readouterr().err
 
-    def test_help_loads_no_torch(self) -> None:
+    @pytest.mark.parametrize("argv", [["run"], ["bench", "latency"]])
+    def test_help_loads_no_torch(self, argv: list[str]) -> None:
         code = (
             "import sys\nfrom octavo.cli import main\n"
-            "try: main(['run', '--help'])\n"
+            f"try: main([*{argv}, '--help'])\n"
             "finally: print('torch' in sys.modules, file=sys.stderr)"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

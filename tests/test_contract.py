@@ -1,12 +1,14 @@
 """What may happen while a step is in flight, row by row, in the plain and the overlapped loop.
 
-Both loops must give the tokens that the counting model says without any engine. First the
-contract's table, one test a row over every cache; then each row's finer points. Cases that
-users of other engines reported are named by their number (B14, B23, ...).
+Both loops must give the tokens that the model says without any engine. First the contract's
+table over the scheduler alone, one test a row and cache; then the same table on the real loop,
+with either runner around a small model; then each row's finer points. Cases that users of
+other engines reported are named by their number (B14, B23, ...).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +27,7 @@ from helpers import (
     request,
     serve,
 )
+from toy_engine import LOOPS, one_of_four, say, toy_engine
 
 from octavo.block_pool import BlockPool
 from octavo.config import OctavoError
@@ -195,7 +198,6 @@ ROWS: dict[str, Callable[[str, int], list[list[int]]] | None] = {
     "abort": row_abort,
     "preemption": row_preemption,
     "rejected drafts": None,
-    "mask that depends on the last token": None,
     "prefix publication": row_publication,
     "prefix publication, deferred": row_deferral,
     "a chunk that isn't the last": row_chunk,
@@ -209,8 +211,179 @@ ROWS: dict[str, Callable[[str, int], list[list[int]]] | None] = {
 def test_a_row_of_the_contract(cache: str, row: str, depth: int) -> None:
     """The row's own conditions, and the tokens of the plain loop without a cache."""
     if (scenario := ROWS[row]) is None:
-        pytest.skip("this engine has no drafts and no structured output")
+        pytest.skip("no draft tokens in this engine yet, so none can be rejected")
     assert scenario(cache, depth) == scenario("none", 1)
+
+
+# The table again, on the real loop: engine, runner, a model in float64
+
+
+MakeEngine = Callable[..., Engine]
+
+
+def all_back(engine: Any) -> None:
+    """Nothing in flight, nobody left, every block free."""
+    check_all_returned(engine)
+    assert not engine.scheduler._leaving
+
+
+def answers_of(
+    engine: Any, prompts: list[list[int]], params: Any = None, **fields: Any
+) -> list[Any]:
+    """Serve them together; what became of each, in order. Then nothing may be left."""
+    answers = serve(engine, prompts, params, **fields)
+    all_back(engine)
+    return answers
+
+
+def real_ending(make: MakeEngine, overlapped: bool) -> None:
+    prompt, reply = [1, 2, 3], say([1, 2, 3], 9)
+    at = next(i for i in range(2, 9) if reply[i] not in reply[:i])
+    engine = make(eos=[reply[at]])
+    own = SamplingParams(
+        temperature=0, ignore_eos=True, stop_token_ids=[reply[at]], max_tokens=9
+    )
+    params = [
+        SamplingParams(temperature=0, max_tokens=9),
+        own,
+        SamplingParams(temperature=0, max_tokens=at, ignore_eos=True),
+    ]
+    answers = answers_of(engine, [prompt] * 3, params)
+    assert [a.finish_reason for a in answers] == ["stop", "stop", "length"]
+    assert [a.token_ids for a in answers] == [reply[: at + 1]] * 2 + [reply[:at]]
+    shares = [len(engine.runner.entries_of(str(i))) for i in range(3)]
+    assert shares == [at + 1 + overlapped] * 2 + [at]  # a length is foreseen: no zombie
+
+
+def real_stop_string(make: MakeEngine, overlapped: bool) -> None:
+    engine, reply = make(), say([4, 5], 9)
+    stop = text_of(reply[2:4]).strip()
+    cut, other = answers_of(
+        engine,
+        [[4, 5], [6]],
+        [
+            SamplingParams(temperature=0, stop=stop),
+            SamplingParams(temperature=0, max_tokens=9),
+        ],
+    )
+    assert (cut.token_ids, cut.stop_reason) == (reply[:4], stop)
+    assert other.token_ids == say([6], 9)
+    assert len(engine.runner.entries_of("0")) == 4 + overlapped
+
+
+def real_abort(make: MakeEngine, overlapped: bool) -> None:
+    """The one row goes from who is aborted in flight to the next in line."""
+    engine = make(max_num_seqs=1, num_blocks=8)
+    greedy = SamplingParams(temperature=0, max_tokens=9)
+    goes, heir = (engine.add_request(p, greedy) for p in ([1] * 5, [2] * 5))
+    engine.step()
+    engine.step()
+    deltas = engine.abort(goes) and list(drain(engine))
+    ended = {d.request_id: d.finished for d in deltas if d.finished}
+    assert ended[goes].token_ids == say([1] * 5, 2 - overlapped)
+    assert ended[heir].token_ids == say([2] * 5, 9)
+    all_back(engine)
+
+
+def real_preemption(make: MakeEngine, overlapped: bool) -> None:
+    engine = make(num_blocks=6)
+    answers = answers_of(engine, [[i] * 4 for i in range(3)], temperature=0, max_tokens=14)
+    assert engine.stats.num_preemptions > 0
+    assert [a.token_ids for a in answers] == [say([i] * 4, 14) for i in range(3)]
+
+
+def real_mask(make: MakeEngine, overlapped: bool) -> None:
+    """The forward of a step is launched before its mask is made, from ids that are all known."""
+    engine, asked = make(), []
+    greedy = SamplingParams(temperature=0, max_tokens=7)
+    names = [engine.add_request(p, greedy) for p in ([1, 2], [3], [4] * 6)]
+    masked, _, end = (engine._groups[name][0] for name in names)
+
+    def mask(token_ids: Any) -> Any:
+        engine.runner.events.append(("asked", len(token_ids)))
+        asked.append(list(token_ids))
+        return one_of_four(token_ids)
+
+    masked.token_mask, end.token_mask = mask, one_of_four
+    ended = {d.request_id: d.finished.token_ids for d in drain(engine) if d.finished}
+    all_back(engine)
+    expected = say([1, 2], 7, mask=one_of_four)
+    assert ended[names[0]] == expected != say([1, 2], 7)
+    assert [ended[n] for n in names[1:]] == [say([3], 7), say([4] * 6, 7, mask=one_of_four)]
+    assert asked == [[1, 2, *expected[:i]] for i in range(7)]
+    events = engine.runner.events
+    for step in range(1, 7):  # the mask for step + 1 needs the token of step
+        told = ("launched", step + 1), ("came back", step), ("asked", 2 + step)
+        launched, known, made = (events.index(event) for event in told)
+        assert launched < made and known < made and (launched < known) == overlapped
+
+
+def real_publication(make: MakeEngine, overlapped: bool) -> None:
+    """Second and third come in the step of the first and in the next; the fourth later."""
+    engine = make(cache="hash")
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    cached = {}
+    for wave in (2, 1, 1):
+        for _ in range(wave):
+            engine.add_request(list(range(9)), greedy)
+        for delta in engine.step():
+            assert not delta.finished
+        if wave == 1:
+            engine.step()
+    for delta in drain(engine):
+        if delta.finished:
+            assert delta.finished.token_ids == say(range(9), 6)
+            cached[delta.request_id] = delta.finished.metrics.num_cached_tokens
+    all_back(engine)
+    assert cached == {"0": 0, "1": 0, "2": 0 if overlapped else 8, "3": 8}
+
+
+def real_deferral(make: MakeEngine, overlapped: bool) -> None:
+    engine = make(cache="radix", defer_shared_prefix=True)
+    answers = answers_of(engine, [list(range(9))] * 4, temperature=0, max_tokens=6)
+    assert [a.metrics.num_cached_tokens for a in answers] == [0, 8, 8, 8]
+    assert [a.token_ids for a in answers] == [say(range(9), 6)] * 4
+
+
+def real_chunk(make: MakeEngine, overlapped: bool) -> None:
+    engine = make(policy=Pieces())
+    (answer,) = answers_of(engine, [list(range(14))], temperature=0, max_tokens=4)
+    shares = [(e.count, e.samples) for e in engine.runner.entries_of("0")]
+    assert shares[:4] == [(5, False), (5, False), (4, True), (1, True)]
+    assert answer.token_ids == say(range(14), 4)
+
+
+def real_empty_plan(make: MakeEngine, overlapped: bool) -> None:
+    engine = make()
+    engine.add_request([5, 6], SamplingParams(temperature=0, max_tokens=1))
+    (delta,) = drain(engine)
+    assert list(delta.token_ids) == say([5, 6], 1) and delta.finished
+    assert engine.stats.num_steps == 1 + overlapped  # its only token was on the way
+    assert len(engine.runner.plans) == 1  # and the runner isn't asked for an empty step
+    all_back(engine)
+
+
+REAL_ROWS: dict[str, Callable[[MakeEngine, bool], None] | None] = {
+    "EOS, stop id, length": real_ending,
+    "stop string": real_stop_string,
+    "abort": real_abort,
+    "preemption": real_preemption,
+    "rejected drafts": None,
+    "mask that depends on the last token": real_mask,
+    "prefix publication": real_publication,
+    "prefix publication, deferred": real_deferral,
+    "a chunk that isn't the last": real_chunk,
+    "empty plan": real_empty_plan,
+}
+
+
+@pytest.mark.parametrize("row", REAL_ROWS)
+@pytest.mark.parametrize(("runner", "loop"), LOOPS)
+def test_a_row_of_the_contract_on_the_real_loop(row: str, runner: str, loop: str) -> None:
+    """Eager steps and graphs (recorded where there is a card), plain loop and overlapped."""
+    if (scenario := REAL_ROWS[row]) is None:
+        pytest.skip("no draft tokens in this engine yet, so none can be rejected")
+    scenario(functools.partial(toy_engine, runner, loop), loop == "overlapped")
 
 
 # EOS, stop id, length
@@ -536,17 +709,21 @@ def test_an_empty_plan_that_nothing_can_end_is_a_clear_error() -> None:
         scheduler.schedule()
 
 
+@both_engines
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()], ids=repr)
 def test_a_step_that_breaks_ends_its_requests_with_a_reason_and_the_others_go_on(
+    kind: str,
     error: BaseException,
 ) -> None:
-    engine = counting_engine(seqs=2)
+    engine = counting_engine(kind, seqs=2)
     engine.runner.failures[3] = error
     names = [engine.add_request([i, i], SamplingParams(max_tokens=5)) for i in range(4)]
     with pytest.raises(type(error)):
-        for _ in range(3):
+        for _ in range(3 + (kind == "overlapped")):
             engine.step()
-    engine.scheduler.allocator.check_integrity([])
+    leaving = [r.block_table for r in engine.scheduler._leaving]
+    engine.scheduler.allocator.check_integrity(leaving)
+    assert len(leaving) == (0 if kind == "plain" else 2)  # step 4 holds them still
     finished = {d.request_id: d.finished for d in drain(engine) if d.finished}
     for name in names[:2]:
         assert finished[name].finish_reason == "error"
@@ -579,8 +756,9 @@ def test_a_broken_step_gives_back_only_after_the_step_behind_it() -> None:
     scheduler.allocator.check_integrity([other.block_table])
 
 
-def test_the_streams_of_a_broken_step_are_told_and_the_engine_serves_on() -> None:
-    engine = counting_engine()
+@both_engines
+def test_the_streams_of_a_broken_step_are_told_and_the_engine_serves_on(kind: str) -> None:
+    engine = counting_engine(kind)
     engine.runner.failures[2] = KeyboardInterrupt()
     first, second = engine.stream(["1"]), engine.stream(["2"])
     next(first)
@@ -665,11 +843,12 @@ def test_b66_an_abort_tells_the_text_that_was_held_back(kind: str) -> None:
     check_pieces(deltas, name, deltas[-1].finished)
 
 
-def test_b66_a_step_that_breaks_tells_the_text_that_was_held_back() -> None:
-    engine = counting_engine(next_token=count_up)
+@both_engines
+def test_b66_a_step_that_breaks_tells_the_text_that_was_held_back(kind: str) -> None:
+    engine = counting_engine(kind, next_token=count_up)
     engine.runner.failures[4] = MemoryError()
     name = engine.add_request([1], SamplingParams(stop="4 99"))
-    deltas = [d for _ in range(3) for d in engine.step()]
+    deltas = [d for _ in range(3 + (kind == "overlapped")) for d in engine.step()]
     with pytest.raises(MemoryError):
         engine.step()
     deltas += drain(engine)
@@ -690,12 +869,13 @@ class OddTokenizer(CountingTokenizer):
         return super().decode(token_ids)
 
 
+@both_engines
 @pytest.mark.parametrize("error", [ValueError("odd"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("max_tokens", [2, 6])
 def test_a_decoder_that_fails_takes_nothing_from_the_others(
-    error: BaseException, max_tokens: int
+    kind: str, error: BaseException, max_tokens: int
 ) -> None:
-    engine = counting_engine(next_token=count_up)
+    engine = counting_engine(kind, next_token=count_up)
     engine.codec = OddTokenizer(13, error)
     failing = engine.add_request([10], SamplingParams(max_tokens=6))
     engine.step()

@@ -137,11 +137,10 @@ def test_a_released_engine_gives_its_memory_back() -> None:
 
 
 def test_a_large_vocabulary_is_sampled_whole_on_the_card() -> None:
-    sampler = Sampler(64, 150_000, CUDA)
-    for row in range(64):
-        sampler.assign(row, Request("r", [0], SamplingParams(top_p=0.9), seed=row))
+    sampler, rows = Sampler(64, 150_000, CUDA), torch.arange(64, device=CUDA)
+    params = SamplingParams(top_p=0.9)
+    sampler.assign([(row, Request("r", [0], params, seed=row)) for row in range(64)])
     logits = torch.randn(64, 150_000, device=CUDA)
-    places = torch.arange(64, device=CUDA)
-    together = sampler(logits, range(64), places)
-    alone = [sampler(logits[i : i + 1], [i], places[i : i + 1]) for i in range(64)]
+    together = sampler(logits, rows, rows)
+    alone = [sampler(logits[i : i + 1], one, one) for i, one in enumerate(rows.split(1))]
     assert torch.equal(together, torch.cat(alone))

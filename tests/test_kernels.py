@@ -1,7 +1,7 @@
 """The Triton kernels give what `dense_attention` gives in float64.
 
 Without a card they run in Triton's interpreter at tiny sizes; `make test-gpu` runs them at
-real sizes. Pages lie in disorder, and what nobody wrote is NaN.
+real sizes.
 """
 
 from __future__ import annotations
@@ -9,38 +9,40 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from attention_cases import (
+    BF16,
+    DECODES,
+    DEVICE,
+    FP16,
+    FP32,
+    MIXED,
+    REAL,
+    REAL_DECODES,
+    REAL_MIXED,
+    TOLERANCE,
+    Case,
+    assert_exact,
+    make_case,
+    run,
+)
 
-REAL = torch.cuda.is_available()
-if not REAL:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+from octavo import kernels
+from octavo.attention import AttentionBackend, CachedAttend, TorchAttention, store_kv
+from octavo.config import ConfigError, ModelConfig, tiny_config
+from octavo.kernels import Tuning, default_tuning, num_splits, triton_problem
+from octavo.prefill_kernels import query_tiles
+from octavo.triton_attention import TritonAttention
 
-from octavo import kernels  # noqa: E402
-from octavo.attention import dense_attention, store_kv  # noqa: E402
-from octavo.batch import AttentionMetadata  # noqa: E402
-from octavo.config import ConfigError, ModelConfig, tiny_config  # noqa: E402
-from octavo.kernels import TritonAttention, Tuning, query_tiles, triton_problem  # noqa: E402
-
-DEVICE = torch.device("cuda" if REAL else "cpu")
 PROBLEM = triton_problem(DEVICE, torch.float32)
 needs_triton = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 card = [pytest.mark.gpu, pytest.mark.skipif(not REAL, reason="needs a CUDA card")]
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TOLERANCE = {FP32: 2e-6, FP16: 1.5e-3, BF16: 1e-2}
 SMALL = Tuning(tile=16, splits=3, min_keys=16, query_tile=16, key_tile=16)
-DECODES = [(1, m) for m in (1, 2, 16, 17, 40)]
-MIXED = [*DECODES[::2], (17, 17), (20, 37), (3, 30)]
-REAL_DECODES = [(1, m) for m in (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1000, 4097)]
-REAL_PREFILLS = [(2, 2), (16, 16), (17, 17), (3, 300), (257, 257), (500, 1100), (129, 257)]
-REAL_MIXED = [*REAL_DECODES, *REAL_PREFILLS]
 
 
 @pytest.fixture(autouse=True)
@@ -65,94 +67,6 @@ def interpreter_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(self, wide(a), wide(b), *rest)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-@dataclass
-class Pages:
-    """A `PagedCache` of one layer."""
-
-    k: Tensor
-    v: Tensor
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.k, self.v
-
-
-@dataclass
-class Case:
-    """A step: sequences of n new tokens out of m, their keys and values, and where they go."""
-
-    lengths: Sequence[tuple[int, int]]
-    q: Tensor
-    k: list[Tensor]
-    v: list[Tensor]
-    cache: Pages
-    metadata: AttentionMetadata
-
-    def packed(self, parts: list[Tensor]) -> Tensor:
-        """The step's own tokens, [T, heads, head_dim]."""
-        return torch.cat(
-            [x[m - n :] for x, (n, m) in zip(parts, self.lengths, strict=True)]
-        )
-
-    def expected(self) -> Tensor:
-        """float64 [T, num_heads, head_dim], one sequence after the other."""
-        queries = self.q.double().split([n for n, _ in self.lengths])
-        parts = zip(queries, self.k, self.v, strict=True)
-        return torch.cat([dense_attention(q, k.double(), v.double()) for q, k, v in parts])
-
-
-def make_case(
-    lengths: Sequence[tuple[int, int]],
-    heads: tuple[int, int],
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-) -> Case:
-    """Random numbers; `lengths` are (n, m), decodes first. Earlier keys lie in the cache."""
-    draw, (num_heads, num_kv_heads) = torch.Generator().manual_seed(0), heads
-    counts = [-(-m // block_size) for _, m in lengths]
-    reserved = sum(counts) + 3
-    tables = torch.randperm(reserved, generator=draw)[: sum(counts)].split(counts)
-    shape = (reserved + 1, block_size, num_kv_heads, head_dim)
-    cache = [torch.full(shape, float("nan"), dtype=dtype) for _ in "kv"]
-    table = torch.full((len(lengths), max(counts)), reserved, dtype=torch.int32)
-    own, kv = [], ([], [])
-    for row, ((n, m), blocks) in enumerate(zip(lengths, tables, strict=True)):
-        table[row, : len(blocks)] = blocks
-        places = torch.arange(m)
-        slots = blocks[places // block_size] * block_size + places % block_size
-        for store, parts in zip(cache, kv, strict=True):
-            new = torch.randn(m, num_kv_heads, head_dim, generator=draw).to(dtype)
-            store.flatten(0, 1)[slots[: m - n]] = new[: m - n]
-            parts.append(new.to(DEVICE))
-        own.append(slots[m - n :])
-    total = sum(n for n, _ in lengths)
-    q = torch.randn(total, num_heads, head_dim, generator=draw).to(dtype)
-    pages = Pages(*(x.to(DEVICE) for x in cache))
-    metadata = make_metadata(lengths, table, torch.cat(own))
-    return Case(lengths, q.to(DEVICE), *kv, pages, metadata)
-
-
-def make_metadata(
-    lengths: Sequence[tuple[int, int]], table: Tensor, slots: Tensor
-) -> AttentionMetadata:
-    counts, totals = zip(*lengths, strict=True)
-    sums = (torch.tensor([0, *np.cumsum(x)], dtype=torch.int32) for x in (counts, totals))
-    tensors = (x.to(DEVICE) for x in (*sums, table, slots))
-    return AttentionMetadata(sum(n == 1 for n in counts), counts, totals, *tensors)
-
-
-def run(backend: TritonAttention, case: Case) -> Tensor:
-    attend = backend.bind(case.cache, case.metadata)
-    return attend(0, case.q, case.packed(case.k), case.packed(case.v))
-
-
-def assert_exact(backend: TritonAttention, case: Case) -> None:
-    """Relative error in the Euclidean norm; a NaN anywhere fails too."""
-    exact = case.expected()
-    error = (run(backend, case).double() - exact).norm() / exact.norm()
-    assert error < TOLERANCE[case.q.dtype]
 
 
 @needs_triton
@@ -203,9 +117,32 @@ def test_tiles_need_not_divide_the_blocks(tile: int, block_size: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_the_default_tuning_works(dtype: torch.dtype) -> None:
-    assert_exact(TritonAttention(), make_case([(1, 70), (5, 9)], (4, 2), 16, 4, dtype))
+@pytest.mark.parametrize("num_decodes", [1, 17])  # 2 and 34 pairs with a KV head
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_the_default_tunings_work(dtype: torch.dtype, num_decodes: int) -> None:
+    lengths = [(1, 70), *[(1, 3)] * (num_decodes - 1), (5, 9)]
+    assert_exact(TritonAttention(), make_case(lengths, (4, 2), 16, 4, dtype))
+
+
+def test_the_default_tuning_follows_the_batch() -> None:
+    def decode(pairs: int) -> tuple[int, int, int]:
+        tuning = default_tuning(BF16, 128, pairs, 0)
+        return tuning.tile, tuning.warps, tuning.stages
+
+    assert decode(32) == decode(257) == (64, 4, 3) and decode(33) == decode(256) == (
+        16,
+        1,
+        6,
+    )
+    queries = [default_tuning(BF16, 128, 1, mean).query_tile for mean in (767, 768)]
+    assert queries == [64, 128]
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 100, 5000])
+def test_splits_are_a_power_of_two_and_not_more_than_keep_the_card_busy(pairs: int) -> None:
+    splits = num_splits(pairs, 1, Tuning())
+    assert splits & (splits - 1) == 0 and 1 <= splits <= 32
+    assert splits * pairs <= max(512, pairs)
 
 
 def test_scratch_has_room_for_every_share_and_stays_where_it_is() -> None:
@@ -233,17 +170,54 @@ def test_write_kv_writes_its_slots_and_no_other() -> None:
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
+def changed_neighbours(case: Case, keep: int) -> Case:
+    """The same shapes with other numbers, earlier keys included, for all sequences but one."""
+    counts = [n for n, _ in case.lengths]
+    begin = sum(counts[:keep])
+    own = slice(begin, begin + counts[keep])
+    q = 3 - 2 * case.q
+    q[own] = case.q[own]
+    k, v = ([7 * x for x in parts] for parts in (case.k, case.v))
+    k[keep], v[keep] = case.k[keep], case.v[keep]
+    table = case.metadata.block_table[keep]
+    pages = replace(case.cache, k=-5 * case.cache.k, v=2 - case.cache.v)
+    for new, old in ((pages.k, case.cache.k), (pages.v, case.cache.v)):
+        new[table.long()] = old[table.long()]
+    return replace(case, q=q, k=k, v=v, cache=pages)
+
+
+def assert_neighbours_change_no_bit(backend: AttentionBackend, case: Case) -> None:
+    """B62: what the others are decides nothing; at equal shapes a row's bits stay."""
+    before = replace(case.cache, k=case.cache.k.clone(), v=case.cache.v.clone())
+    outputs = run(backend, replace(case, cache=before)).split([n for n, _ in case.lengths])
+    for keep in range(len(case.lengths)):
+        found = run(backend, changed_neighbours(case, keep))
+        parts = found.split([n for n, _ in case.lengths])
+        same = [torch.equal(a, b) for a, b in zip(parts, outputs, strict=True)]
+        assert same == [index == keep for index in range(len(same))]
+
+
 @needs_triton
-def test_neighbours_change_no_bit_at_equal_shapes() -> None:
-    case, backend = make_case(DECODES, (4, 2), 16, 16, FP32), TritonAttention(SMALL)
-    first = run(backend, case)
-    case.q[1:], case.k[1:], case.v[1:] = (
-        3.0,
-        [7 * k for k in case.k[1:]],
-        [-v for v in case.v[1:]],
-    )
-    second = run(backend, case)
-    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@pytest.mark.parametrize("merge_here", [True, False])
+def test_neighbours_change_no_bit_at_equal_shapes(
+    dtype: torch.dtype, merge_here: bool
+) -> None:
+    backend = TritonAttention(replace(SMALL, merge_here=merge_here))
+    lengths = [(1, 2), (1, 40), (1, 17), (17, 17), (3, 30)]
+    assert_neighbours_change_no_bit(backend, make_case(lengths, (4, 2), 16, 4, dtype))
+
+
+@needs_triton
+def test_what_is_cached_can_be_attended_to_without_storing() -> None:
+    """Chapter 11's layers write keys themselves: the step's `attend` is the rest."""
+    case, backend = make_case(MIXED, (4, 2), 16, 4, FP32), TritonAttention(SMALL)
+    whole = run(backend, case)  # which has stored
+    step = backend.bind(case.cache, case.metadata)
+    assert isinstance(step, CachedAttend) and torch.equal(step.attend(0, case.q), whole)
+    plain = TorchAttention()
+    assert backend.capturable and not plain.capturable
+    assert not isinstance(plain.bind(case.cache, case.metadata), CachedAttend)
 
 
 @needs_triton
@@ -252,12 +226,16 @@ def test_lengths_given_on_the_device_are_read_instead_of_the_sums() -> None:
     exact = run(backend, case)
     lengths = case.metadata.cu_seqlens_k.diff()
     sums = torch.zeros_like(case.metadata.cu_seqlens_k)
-    case.metadata = replace(case.metadata, cu_seqlens_k=sums, lengths=lengths)
+    ones = tuple(1 for _ in DECODES)  # as in chapter 09's graphs
+    case.metadata = replace(
+        case.metadata, cu_seqlens_k=sums, seqlens_k=ones, lengths=lengths
+    )
     assert torch.equal(run(backend, case), exact)
 
 
 @needs_triton
 def test_a_padding_row_of_length_zero_gives_zeros_and_harms_nobody() -> None:
+    """B42."""
     case, backend = (
         make_case([(1, 40), (1, 17)], (4, 2), 16, 4, FP32),
         TritonAttention(SMALL),
@@ -369,3 +347,27 @@ class TestOnTheCard:
         found.zero_()
         graph.replay()
         assert torch.equal(found, exact)
+
+    @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+    def test_neighbours_change_no_bit(self, dtype: torch.dtype) -> None:
+        for lengths in (REAL_MIXED, REAL_DECODES, REAL_DECODES[-2:]):
+            case = make_case(lengths, (16, 8), 128, 16, dtype)
+            assert_neighbours_change_no_bit(TritonAttention(), case)
+
+    @pytest.mark.parametrize("num_decodes", [1, 4, 5, 32, 33])
+    def test_every_default_tuning(self, num_decodes: int) -> None:
+        lengths = [(1, 100 + 37 * i) for i in range(num_decodes)]
+        for prompts in ([], [(800, 900)], [(40, 40)]):
+            case = make_case([*lengths, *prompts], (16, 8), 128, 16, BF16)
+            assert_exact(TritonAttention(), case)
+
+    def test_a_table_of_another_width_compiles_nothing_anew(self) -> None:
+        """Widths that are multiples of 16 would otherwise have a kernel of their own."""
+        backend = TritonAttention()
+        sizes = []
+        for longest in (16 * 15, 16 * 16, 16 * 17, 16 * 32):
+            case = make_case([(1, longest), (20, 20)], (16, 8), 128, 16, BF16)
+            run(backend, case)
+            caches = kernels._decode_kernel.device_caches.values()
+            sizes.append(sum(len(cache[0]) for cache in caches))
+        assert len(set(sizes)) == 1

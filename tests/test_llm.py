@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoint import END, START, VOCAB_SIZE, write_tiny_checkpoint
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 import octavo
 from octavo import (
@@ -28,14 +32,29 @@ from octavo import (
 )
 from octavo.assembly import Limits, Parts, size_pool
 from octavo.attention import TorchAttention
+from octavo.backends import choose_graphs
 from octavo.config import tiny_config
+from octavo.kernels import triton_problem
 from octavo.kv_cache import DeviceMemory, block_bytes
 from octavo.layers import TorchOps
 from octavo.native import NativeError, can_compile
 from octavo.native_attention import NativeAttention
 from octavo.native_layers import NativeOps
+from octavo.overlap import OverlappedEngine
 from octavo.request import Plan
+from octavo.sampler import Sampler
+from octavo.triton_attention import TritonAttention
 
+PROBLEM = triton_problem(torch.device("cpu"), torch.float32)
+interpreted = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+KERNELS = {
+    "dtype": "float32",
+    "device": "cpu",
+    "attention": "triton",
+    "layer_ops": "fused",
+    "sampler": "fused",
+}
+"""The kernels of a card, in Triton's interpreter."""
 PROMPTS = ["Good morning.", "An owl 🦉", "x", "The fourth is a good deal longer than that."]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 NEVER = tuple(
@@ -527,6 +546,8 @@ class TestOptions:
                 assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
         with pytest.raises(NativeError, match="float64"):
             load(checkpoint, attention="native")
+        with pytest.raises(ConfigError, match="attention='flash': "):
+            load(checkpoint, attention="flash", block_size=256)
 
     def test_layer_ops(self, checkpoint: Path) -> None:
         answers = []
@@ -539,6 +560,53 @@ class TestOptions:
         assert all(answer == answers[0] for answer in answers)
         with pytest.raises(NativeError, match="float64"):
             load(checkpoint, layer_ops="native")
+
+        with pytest.raises(ConfigError, match="layer_ops='fused': .*float64"):
+            load(checkpoint, layer_ops="fused")
+        with pytest.raises(ConfigError, match="layer_ops='fused': it stores keys itself"):
+            load(checkpoint, layer_ops="fused", attention="torch", dtype="float32")
+
+    def test_sampler(self, checkpoint: Path) -> None:
+        with load(checkpoint, sampler="torch") as llm:
+            assert type(llm.engine.runner.sampler) is Sampler
+        with pytest.raises(ConfigError, match="sampler='fused': .*float64"):
+            load(checkpoint, sampler="fused")
+
+    @interpreted
+    def test_kernels_by_name_say_what_pytorch_says(self, checkpoint: Path) -> None:
+        params = SamplingParams(temperature=0, max_tokens=3)
+        with load(checkpoint, dtype="float32", attention="torch") as llm:
+            expected = ids_of(llm, PROMPTS[:2], params)
+        with load(checkpoint, **KERNELS) as llm:
+            assert type(llm.engine.runner.sampler).__name__ == "FusedSampler"
+            assert type(llm.parts.model).__name__ == "FusedModel"
+            assert ids_of(llm, PROMPTS[:2], params) == expected
+
+    @interpreted
+    def test_cuda_graphs(self, checkpoint: Path) -> None:
+        params = SamplingParams(temperature=0, max_tokens=3)
+        for wanted in (True, False):
+            with load(checkpoint, cuda_graphs=wanted, max_num_seqs=2, **KERNELS) as llm:
+                ids_of(llm, PROMPTS[:2], params)
+                assert (llm.engine.runner.stats.num_graph_steps > 0) == wanted
+        with pytest.raises(ConfigError, match="cuda_graphs=True: .* attention='triton'"):
+            load(checkpoint, cuda_graphs=True, attention="torch")
+
+    def test_enforce_eager(self, checkpoint: Path) -> None:
+        with pytest.raises(ConfigError, match="enforce_eager=True: give one of them"):
+            load(checkpoint, cuda_graphs=True, enforce_eager=True)
+        on_card = torch.device("cuda")
+        for eager in (False, True):
+            config, backend = EngineConfig(enforce_eager=eager), TritonAttention()
+            assert choose_graphs(config, backend, "fused", on_card) == (not eager)
+
+    def test_overlap(self, checkpoint: Path) -> None:
+        answers = []
+        for wanted in (False, True):
+            with load(checkpoint, overlap=wanted) as llm:
+                assert isinstance(llm.engine, OverlappedEngine) == wanted
+                answers.append(ids_of(llm, PROMPTS, GREEDY))
+        assert answers[0] == answers[1]
 
     def test_seed(self, checkpoint: Path) -> None:  # B58
         def draw(seed: int | None) -> list[list[int]]:

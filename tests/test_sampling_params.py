@@ -247,11 +247,9 @@ def draw(
     logits: Tensor, count: int, first: int = 0, seed: int = 1, **params: Any
 ) -> Tensor:
     """`count` tokens of one row at the positions from `first` on."""
-    sampler = Sampler(2, len(logits))
-    sampler.assign(1, Request("r", [0], SamplingParams(**params), seed=seed))
-    return sampler(
-        logits.expand(count, -1), [1] * count, torch.arange(first, first + count)
-    )
+    sampler, places = Sampler(2, len(logits)), torch.arange(first, first + count)
+    sampler.assign([(1, Request("r", [0], SamplingParams(**params), seed=seed))])
+    return sampler(logits.expand(count, -1), torch.ones_like(places), places)
 
 
 def check_counts(counts: np.ndarray, probs: np.ndarray) -> None:
@@ -345,11 +343,11 @@ def test_b55_a_k_of_zero_or_beyond_the_vocabulary_is_off(top_k: int) -> None:
 
 def test_b63_rows_that_pad_the_vocabulary_are_never_sampled() -> None:
     sampler = Sampler(3, 5)
-    for row, params in enumerate([{"temperature": 0}, {}, {"top_p": 0.99}]):
-        sampler.assign(row, Request("r", [0], SamplingParams(**params), seed=row))
-    logits = torch.zeros(300, 8)
+    kinds = enumerate([{"temperature": 0}, {}, {"top_p": 0.99}])
+    sampler.assign([(i, Request("r", [0], SamplingParams(**p), seed=i)) for i, p in kinds])
+    logits, places = torch.zeros(300, 8), torch.arange(300)
     logits[:, 5:] = 100
-    tokens = sampler(logits, [0, 1, 2] * 100, torch.arange(300))
+    tokens = sampler(logits, places % 3, places)
     assert int(tokens.max()) < 5
 
 
@@ -384,23 +382,20 @@ def test_neighbouring_seeds_are_independent(seed: int) -> None:
 
 
 def test_answers_of_one_prompt_are_independent() -> None:
-    sampler = Sampler(2, VOCAB)
-    for index in range(2):
-        sampler.assign(
-            index, Request("r", [0], SamplingParams(), seed=5, sample_index=index)
-        )
-    places = torch.arange(60_000)
-    first, second = (sampler(FLAT.expand(60_000, -1), [r] * 60_000, places) for r in (0, 1))
+    sampler, places = Sampler(2, VOCAB), torch.arange(60_000)
+    pair = [Request("r", [0], SamplingParams(), seed=5, sample_index=i) for i in (0, 1)]
+    sampler.assign(list(enumerate(pair)))
+    logits = FLAT.expand(60_000, -1)
+    first, second = (sampler(logits, torch.full_like(places, r), places) for r in (0, 1))
     check_pairs(first, second)
 
 
 def test_one_position_over_many_seeds_follows_softmax() -> None:
     """What users see first: the first token of many requests."""
     count = 20_000
-    sampler = Sampler(count, VOCAB)
-    for row in range(count):
-        sampler.assign(row, Request("r", [0], SamplingParams(), seed=row))
-    tokens = sampler(FLAT.expand(count, -1), range(count), torch.full((count,), 3))
+    sampler, rows = Sampler(count, VOCAB), torch.arange(count)
+    sampler.assign([(i, Request("r", [0], SamplingParams(), seed=i)) for i in range(count)])
+    tokens = sampler(FLAT.expand(count, -1), rows, torch.full_like(rows, 3))
     check_counts(np.bincount(tokens.numpy(), minlength=VOCAB), FLAT.softmax(-1).numpy())
 
 
@@ -413,12 +408,10 @@ def watch_logits(engine: Engine) -> list[dict[int, Tensor]]:
     sampler, seen = runner.sampler, []
 
     class Watching:
-        assign = sampler.assign
+        assign, capturable = sampler.assign, sampler.capturable
 
-        def __call__(
-            self, logits: Tensor, rows: Sequence[int], positions: Tensor
-        ) -> Tensor:
-            seen.append(dict(zip(rows, logits.clone(), strict=True)))
+        def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+            seen.append(dict(zip(rows.tolist(), logits.clone(), strict=True)))
             return sampler(logits, rows, positions)
 
     runner.sampler = Watching()

@@ -8,20 +8,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from octavo.attention import AttentionBackend, TorchAttention
+from octavo.attention import AttentionBackend
+from octavo.backends import make_sampler
 from octavo.batch import DeviceRows
 from octavo.block_pool import BlockPool
 from octavo.chunking import ChunkedPrefill
 from octavo.config import ConfigError, EngineConfig, ModelConfig
+from octavo.cuda_graphs import DecodeGraphs, ladder
+from octavo.decode_inputs import RunningRows
 from octavo.engine import Engine
+from octavo.graph_runner import CUDAGraphRunner
 from octavo.kv_cache import (
     KVCache,
     PoolSize,
@@ -33,11 +36,9 @@ from octavo.kv_cache import (
     pool_for_budget,
     read_device_memory,
 )
-from octavo.layers import LayerOps, TorchOps
 from octavo.model_runner import CausalModel, ModelRunner
-from octavo.native import NativeError, can_compile
-from octavo.native_attention import NativeAttention
-from octavo.native_layers import NativeOps, multiplies_bfloat16
+from octavo.outputs import TextCodec
+from octavo.overlap import OverlappedEngine
 from octavo.prefix_cache import make_prefix_cache
 from octavo.sampler import Sampler
 from octavo.scheduler import Scheduler, WholePrompts
@@ -46,11 +47,7 @@ from octavo.weights import load_generation_eos
 
 __all__ = [
     "logger",
-    "choose_device",
-    "choose_dtype",
     "Limits",
-    "choose_attention",
-    "choose_layer_ops",
     "Parts",
     "size_pool",
     "all_eos_token_ids",
@@ -60,38 +57,6 @@ __all__ = [
 
 
 logger = logging.getLogger("octavo")
-
-
-def choose_device(name: str) -> torch.device:
-    """The device for `EngineConfig.device`; ConfigError if it isn't there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device={name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices; use "
-            "device='cpu', or install a CUDA build of torch"
-        )
-    return device
-
-
-def choose_dtype(
-    name: str, checkpoint: str, device: torch.device, *, native: bool = True
-) -> torch.dtype:
-    """The dtype for `EngineConfig.dtype` given the checkpoint's own; `native`: may C be used?"""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cpu":
-        narrow = checkpoint == "bfloat16" and (
-            multiplies_bfloat16() or (native and can_compile())
-        )
-        return torch.bfloat16 if narrow else torch.float32
-    if checkpoint == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
-        logger.warning(
-            "this card has no bfloat16 (it needs compute capability 8.0): float16"
-        )
-        return torch.float16
-    return getattr(torch, checkpoint)
 
 
 @dataclass(frozen=True)
@@ -132,53 +97,6 @@ class Limits:
         return dataclasses.replace(self, max_model_len=length)
 
 
-def _native_or(
-    plain: Any, native: Callable[[], Any], asked: str, device: torch.device
-) -> Any:
-    """`native()` if it is asked for, or if "auto" finds that it can be had; else `plain`."""
-    if asked == "torch":
-        return plain
-    try:
-        if device.type != "cpu":
-            raise NativeError(f"the C code runs on a CPU, not on {device}")
-        return native()
-    except NativeError as reason:
-        if asked == "native":
-            raise
-        if device.type == "cpu":
-            logger.info("plain PyTorch on the CPU: %s", str(reason))  # no frames kept alive
-        return plain
-
-
-def choose_attention(
-    name: str, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> AttentionBackend:
-    """The backend for `EngineConfig.attention`; an `OctavoError` if it can't be had here."""
-    if name == "triton" or (name == "auto" and device.type == "cuda"):
-        return _triton_or_torch(name, dtype, device)
-    build = partial(NativeAttention, dtype, model.head_dim)
-    return cast(AttentionBackend, _native_or(TorchAttention(), build, name, device))
-
-
-def _triton_or_torch(
-    name: str, dtype: torch.dtype, device: torch.device
-) -> AttentionBackend:
-    from octavo.kernels import TritonAttention, triton_problem  # loads Triton
-
-    problem = triton_problem(device, dtype)
-    if problem is None:
-        return TritonAttention()
-    if name == "triton":
-        raise ConfigError(f"attention='triton': {problem}")
-    logger.info("attention by PyTorch: %s", problem)
-    return TorchAttention()
-
-
-def choose_layer_ops(name: str, dtype: torch.dtype, device: torch.device) -> LayerOps:
-    """The arithmetic for `EngineConfig.layer_ops`; NativeError if it can't be had here."""
-    return cast(LayerOps, _native_or(TorchOps(), partial(NativeOps, dtype), name, device))
-
-
 @dataclass(frozen=True)
 class Parts:
     """A loaded model and where and how it runs."""
@@ -189,14 +107,48 @@ class Parts:
     dtype: torch.dtype
     attention: AttentionBackend
     block_size: int
+    sampler: str = "torch"
+    """"torch" or "fused"."""
+    graphs: bool = False
+    """Replay decode steps from CUDA graphs?"""
+    overlap: bool = False
+    """Plan a step while one runs?"""
 
     def runner(self, num_blocks: int, limits: Limits) -> ModelRunner:
-        """A runner with a cache of its own, of `num_blocks` blocks."""
-        seqs, length = limits.max_num_seqs, limits.max_model_len
-        cache = KVCache(self.config, num_blocks, self.block_size, self.dtype, self.device)
-        rows = DeviceRows(seqs, length, self.block_size, num_blocks, self.device)
-        sampler = Sampler(seqs, self.config.vocab_size, self.device)
+        """An eager runner with a cache of its own, of `num_blocks` blocks."""
+        rows = DeviceRows(*self._shape(num_blocks, limits))
+        sampler, cache = self._sampler(limits.max_num_seqs), self._cache(num_blocks)
         return ModelRunner(self.model, sampler, cache, self.attention, rows)
+
+    def graph_runner(self, num_blocks: int, limits: Limits) -> ModelRunner:
+        """The same with every size of decode batch recorded; its padding has a row of its own."""
+        graphs = self._graphs(num_blocks, limits, ladder(limits.max_num_seqs))
+        own = (graphs.sampler, graphs.cache, graphs.attention, graphs.rows)
+        return CUDAGraphRunner(self.model, *own, graphs)
+
+    def graph_bytes(self, limits: Limits) -> int:
+        """Device memory that all graphs will take, judged by the largest two."""
+        sizes = ladder(limits.max_num_seqs)
+        return self._graphs(0, limits, sizes[-2:]).expected_bytes(len(sizes))
+
+    def _graphs(
+        self, num_blocks: int, limits: Limits, sizes: Sequence[int]
+    ) -> DecodeGraphs:
+        rows = RunningRows(*self._shape(num_blocks, limits))
+        sampler, cache = self._sampler(limits.max_num_seqs + 1), self._cache(num_blocks)
+        graphs = DecodeGraphs(self.model, sampler, cache, self.attention, rows, sizes)
+        graphs.capture()
+        return graphs
+
+    def _shape(self, num_blocks: int, limits: Limits) -> tuple[int, int, int, int, Any]:
+        longest = limits.max_model_len
+        return limits.max_num_seqs, longest, self.block_size, num_blocks, self.device
+
+    def _sampler(self, num_rows: int) -> Sampler:
+        return make_sampler(self.sampler, num_rows, self.config.vocab_size, self.device)
+
+    def _cache(self, num_blocks: int) -> KVCache:
+        return KVCache(self.config, num_blocks, self.block_size, self.dtype, self.device)
 
 
 def size_pool(config: EngineConfig, parts: Parts, limits: Limits) -> PoolSize:
@@ -217,6 +169,7 @@ def size_pool(config: EngineConfig, parts: Parts, limits: Limits) -> PoolSize:
 def _gpu_budget(config: EngineConfig, parts: Parts, limits: Limits) -> int:
     plan = largest_plan(*dataclasses.astuple(limits))
     peak = measure_peak(parts.runner(0, limits), plan, parts.device)
+    peak += parts.graph_bytes(limits) if parts.graphs else 0
     return read_device_memory(parts.device, peak).budget(config.gpu_memory_utilization)
 
 
@@ -247,7 +200,7 @@ def build_scheduler(config: EngineConfig, pool: BlockPool, limits: Limits) -> Sc
 
 
 def build_engine(
-    config: EngineConfig, parts: Parts, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
+    config: EngineConfig, parts: Parts, codec: TextCodec, eos_token_ids: Sequence[int]
 ) -> Engine:
     """Wire scheduler, pool, cache, runner and tokeniser together."""
     limits = Limits.settle(config, parts.config, parts.device)
@@ -256,10 +209,12 @@ def build_engine(
     length = fit_model_len(pool, limits.max_model_len, asked_for=asked_for)
     limits = limits.with_model_len(length)
     blocks = BlockPool(pool.num_blocks, pool.block_size)
-    return Engine(
+    make_runner = parts.graph_runner if parts.graphs else parts.runner
+    made = OverlappedEngine if parts.overlap else Engine
+    return made(
         build_scheduler(config, blocks, limits),
-        parts.runner(pool.num_blocks, limits),
-        tokenizer,
+        make_runner(pool.num_blocks, limits),
+        codec,
         vocab_size=parts.config.vocab_size,
         eos_token_ids=eos_token_ids,
         seed=config.seed,

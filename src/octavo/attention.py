@@ -6,7 +6,7 @@ Generated from chapters/07_forward_pass.md; edit there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ __all__ = [
     "dense_attention",
     "Attend",
     "PagedCache",
+    "CachedAttend",
     "AttentionBackend",
     "store_kv",
     "packed_heads",
@@ -63,8 +64,24 @@ class PagedCache(Protocol):
         ...
 
 
+@runtime_checkable
+class CachedAttend(Attend, Protocol):
+    """An `Attend` for callers that write keys and values themselves."""
+
+    cache: PagedCache
+    metadata: AttentionMetadata
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attention over what the layer's cache holds, the step's own tokens included."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """A way to compute attention over a paged cache."""
+
+    capturable: bool
+    """May a step be recorded in a CUDA graph? If so, a step of decodes whose metadata has
+    `lengths` reads nothing else of its lengths and makes the host wait for nothing."""
 
     def bind(self, cache: PagedCache, metadata: AttentionMetadata) -> Attend:
         """Prepare one step; what all layers share is computed here, once."""
@@ -141,6 +158,8 @@ def prefill_spans(metadata: AttentionMetadata, block_size: int) -> Iterator[Pref
 
 class TorchAttention:
     """The plain `AttentionBackend`: PyTorch only, any device, dtype, block and head size."""
+
+    capturable = False  # buckets and masks are made on the host, from the step's lengths
 
     def bind(self, cache: PagedCache, metadata: AttentionMetadata) -> Attend:
         """See `AttentionBackend.bind`."""

@@ -1,4 +1,4 @@
-"""Appendix C, C The command line.
+"""Appendix C, C Measuring honestly, and the command line.
 
 Generated from chapters/c_measuring.md; edit there.
 """
@@ -19,8 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from octavo.bench import add_bench
 from octavo.config import OctavoError
 from octavo.jobs import Job, make_job, read_jobs
+from octavo.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, add_options, given
 from octavo.outputs import CompletionOutput, RequestDelta, refusal
 from octavo.request import RequestError, SamplingParams
 from octavo.screens import JsonScreen, LineScreen, PanelScreen, Screen, TypedScreen
@@ -100,51 +102,6 @@ def _unique(names: Iterable[str]) -> list[str]:
     return list(taken)
 
 
-_ENGINE_OPTIONS = {
-    "device": (
-        str,
-        "where to run: auto, cpu, cuda or cuda:1 (default: a GPU if there is one)",
-    ),
-    "dtype": (str, "number format: auto, float32, bfloat16, float16"),
-    "max_model_len": (int, "longest prompt plus answer, in tokens"),
-    "max_num_seqs": (int, "most requests that run at the same time"),
-    "max_num_batched_tokens": (int, "most tokens computed in one step"),
-    "block_size": (int, "tokens in one block of the KV cache"),
-    "num_kv_blocks": (int, "blocks in the KV cache, instead of sizing it by memory"),
-    "prefix_cache": (str, "beginnings that were computed before: hash, radix, none"),
-    "max_chunk_tokens": (int, "most tokens of one prompt in one step"),
-    "scheduling_policy": (str, "whose turn it is: fcfs, priority"),
-    "batching": (str, "who goes first: decode-first, prefill-first"),
-    "attention": (str, "who computes attention: auto, torch, native"),
-    "layer_ops": (str, "who computes the layers: auto, torch, native"),
-}
-_SAMPLING_OPTIONS = {
-    "max_tokens": (int, "longest answer, in tokens (default 256)"),
-    "temperature": (
-        float,
-        "0 always takes the likeliest token; higher is more varied (default 1)",
-    ),
-    "top_k": (int, "choose among the k likeliest tokens only"),
-    "top_p": (float, "choose among the likeliest tokens that make up this probability"),
-    "seed": (int, "makes the answer repeatable"),
-    "n": (int, "answers to each prompt"),
-}
-
-
-def _add_options(
-    parser: argparse._ArgumentGroup, options: Mapping[str, tuple[type, str]]
-) -> None:
-    for name, (kind, text) in options.items():
-        parser.add_argument(
-            "--" + name.replace("_", "-"), type=kind, metavar="X", help=text
-        )
-
-
-def _given(args: argparse.Namespace, options: Iterable[str]) -> dict[str, Any]:
-    values = {name: getattr(args, name) for name in options}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 _RUN_HELP = """\
 Answer one or more prompts with a model.
 
@@ -169,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands)
     _add_demo(commands)
+    add_bench(commands)
     for point in entry_points(group="octavo.commands"):
         point.load()(commands)
     return parser
@@ -194,12 +152,12 @@ def _add_run(commands: Any) -> None:
     )
     what.add_argument("--json", action="store_true", help="print answers as JSON lines")
     how = run.add_argument_group("how to sample")
-    _add_options(how, _SAMPLING_OPTIONS)
+    add_options(how, SAMPLING_OPTIONS)
     how.add_argument("--stop", action="append", default=[], help="text that ends an answer")
     how.add_argument(
         "--ignore-eos", action="store_true", help="go on past the model's own end"
     )
-    _add_options(run.add_argument_group("the engine"), _ENGINE_OPTIONS)
+    add_options(run.add_argument_group("the engine"), ENGINE_OPTIONS)
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -207,10 +165,10 @@ def run_command(args: argparse.Namespace) -> int:
     from octavo.llm import LLM
 
     params = SamplingParams(
-        **_given(args, _SAMPLING_OPTIONS), stop=args.stop, ignore_eos=args.ignore_eos
+        **given(args, SAMPLING_OPTIONS), stop=args.stop, ignore_eos=args.ignore_eos
     )
     jobs = _collect_jobs(args, params)
-    with LLM(args.model, **_given(args, _ENGINE_OPTIONS)) as llm:
+    with LLM(args.model, **given(args, ENGINE_OPTIONS)) as llm:
         if not jobs:
             return chat_loop(llm, params, args.system)
         answers = serve(llm, jobs, _choose_screen(args, jobs), sys.stderr)
@@ -309,7 +267,7 @@ def _add_demo(commands: Any) -> None:
     )
     demo.add_argument("model", nargs="?", default="smollm2-135m", metavar="MODEL")
     demo.set_defaults(run=demo_command)
-    _add_options(demo.add_argument_group("the engine"), _ENGINE_OPTIONS)
+    add_options(demo.add_argument_group("the engine"), ENGINE_OPTIONS)
 
 
 def demo_command(args: argparse.Namespace) -> int:
@@ -317,7 +275,7 @@ def demo_command(args: argparse.Namespace) -> int:
     from octavo.llm import LLM
 
     jobs, console = demo_jobs(), Console()
-    options = {"defer_shared_prefix": True} | _given(args, _ENGINE_OPTIONS)
+    options = {"defer_shared_prefix": True} | given(args, ENGINE_OPTIONS)
     with LLM(args.model, show_progress=True, **options) as llm:
         screen = PanelScreen(console) if sys.stdout.isatty() else LineScreen(sys.stdout)
         answers = serve(llm, jobs, screen, sys.stderr)

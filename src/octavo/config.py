@@ -25,6 +25,7 @@ __all__ = [
     "tiny_config",
     "ATTENTION_BACKENDS",
     "LAYER_OPS",
+    "SAMPLERS",
     "PREFIX_CACHES",
     "EngineConfig",
 ]
@@ -234,8 +235,9 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> Mod
     return ModelConfig(architecture, **(fields | overrides))
 
 
-ATTENTION_BACKENDS = ("auto", "torch", "native", "triton")
-LAYER_OPS = ("auto", "torch", "native")
+ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash")
+LAYER_OPS = ("auto", "torch", "native", "fused")
+SAMPLERS = ("auto", "torch", "fused")
 PREFIX_CACHES = ("none", "hash", "radix")
 
 
@@ -260,9 +262,12 @@ class EngineConfig:
     scheduling_policy: "fcfs", or "priority" (lower `priority` first); batching: "decode-first",
         or "prefill-first"; defer_shared_prefix: wait a step for a prefix that another request
         is computing (chapter 03).
-    attention: who computes attention, "torch", "native" (C on a CPU) or "triton" (kernels on a
-        CUDA card); layer_ops: who computes the layers, "torch" or "native". "auto" takes the
-        fastest that the machine supports.
+    attention: who computes attention, "torch", "native" (C on a CPU), "triton" (kernels on a
+        CUDA card) or "flash" (the flash-attn package); layer_ops: who computes the layers,
+        "torch", "native" or "fused" (kernels on a CUDA card); sampler: who picks the tokens,
+        "torch" or "fused". "auto" takes the fastest that the machine supports.
+    cuda_graphs: replay recorded decode steps; enforce_eager: the same as cuda_graphs=False.
+    overlap: plan the next step while one runs (chapter 09). None: both on a CUDA card only.
     seed: base for requests without a seed of their own; None takes fresh entropy.
     """
 
@@ -283,18 +288,26 @@ class EngineConfig:
     defer_shared_prefix: bool = False
     attention: str = "auto"
     layer_ops: str = "auto"
+    sampler: str = "auto"
+    cuda_graphs: bool | None = None
+    enforce_eager: bool = False
+    overlap: bool | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, ("auto", *DTYPE_BYTES))
         require_choice("attention", self.attention, ATTENTION_BACKENDS)
         require_choice("layer_ops", self.layer_ops, LAYER_OPS)
+        require_choice("sampler", self.sampler, SAMPLERS)
         require_choice("prefix_cache", self.prefix_cache, PREFIX_CACHES)
         require_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         require_choice("batching", self.batching, ("decode-first", "prefill-first"))
-        for name in ("chunked_prefill", "defer_shared_prefix"):
+        for name in ("chunked_prefill", "defer_shared_prefix", "enforce_eager"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name}={value!r}: give True or False")
+        for name in ("cuda_graphs", "overlap"):
+            if not isinstance(value := getattr(self, name), bool | None):
+                raise ConfigError(f"{name}={value!r}: give True, False or None")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device={self.device!r}: give auto, cpu, cuda or cuda:N")
         require_int("block_size", self.block_size, 1)
@@ -305,6 +318,8 @@ class EngineConfig:
         if self.seed is not None:
             require_int("seed", self.seed, 0, 2**64 - 1)
         _check_budgets(self)
+        if self.cuda_graphs and self.enforce_eager:
+            raise ConfigError("cuda_graphs=True, enforce_eager=True: give one of them")
 
 
 _OPTIONAL_COUNTS = (

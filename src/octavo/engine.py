@@ -181,6 +181,9 @@ class Engine:
         token_ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
             raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
+        plain = set(map(type, token_ids)) == {int}  # nearly always: then no loop is needed
+        if plain and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+            return token_ids
         for token_id in token_ids:
             if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
                 raise RequestError(

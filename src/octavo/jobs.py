@@ -1,4 +1,4 @@
-"""Appendix C, C The command line.
+"""Appendix C, C Measuring honestly, and the command line.
 
 Generated from chapters/c_measuring.md; edit there.
 """

@@ -8,39 +8,35 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.attention import Attend, PagedCache, packed_heads
-from octavo.batch import AttentionMetadata
-from octavo.config import ConfigError
+from octavo.attention import packed_heads
 
 __all__ = [
     "DTYPES",
     "LOG2E",
     "triton_problem",
     "write_kv",
+    "dependent_launch",
+    "launch_options",
     "Tuning",
     "default_tuning",
     "num_splits",
     "Scratch",
     "decode_attention",
-    "query_tiles",
-    "prefill_attention",
-    "TritonAttention",
 ]
 
 
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # `triton_problem` says so to whoever wants to use a kernel
-    triton = tl = None
+    triton = tl = gdc_launch_dependents = gdc_wait = None
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOG2E = math.log2(math.e)
@@ -48,8 +44,10 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _jit(kernel: Any) -> Any:
-    """`triton.jit` where there is Triton."""
-    return kernel if triton is None else triton.jit(kernel)
+    """`triton.jit` where there is Triton; a table of another width compiles nothing anew."""
+    if triton is None:
+        return kernel
+    return triton.jit(kernel, do_not_specialize=["table_stride"])
 
 
 @functools.cache
@@ -99,9 +97,12 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 @_jit
-def _slots(table, start, keys, exists, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """int64 [TILE]: the slots of keys start, start + 1, ..."""
-    if BLOCK_SIZE % TILE == 0:  # tiles begin at multiples of TILE: this one is in one block
+def _slots(
+    table, start, keys, exists,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WITHIN: tl.constexpr,
+):  # fmt: skip
+    """int64 [TILE]: the slots of keys start, start + 1, ... WITHIN: all are in one block."""
+    if WITHIN:
         page = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
         slots = page * BLOCK_SIZE + start % BLOCK_SIZE + tl.arange(0, TILE)
     else:
@@ -129,20 +130,20 @@ def _load_tile(
 def _scan_keys(
     q, top, total, acc, k_base, v_base, table, first, end, positions, token_stride,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAD_DIM: tl.constexpr, MASKED: tl.constexpr,
+    PAD_DIM: tl.constexpr, MASKED: tl.constexpr, WITHIN: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of q [M, PAD_DIM] over keys first..end-1, TILE at a time.
 
     top, total [M] and acc [M, PAD_DIM] are the running maximum, sum and weighted values, float32.
-    MASKED: leave out keys from `end` on and behind each row's own position [M]. Source: Milakov
-    and Gimelshein, 2018.
+    MASKED: leave out keys from `end` on and behind each row's own position [M]. WITHIN: no tile
+    crosses a block's border. Source: Milakov and Gimelshein, 2018.
     """
     step = tl.arange(0, TILE)
     dim = tl.arange(0, PAD_DIM)
     for start in range(first, end, TILE):
         keys = start + step
         exists = keys < end
-        slots = _slots(table, start, keys, exists, BLOCK_SIZE, TILE)
+        slots = _slots(table, start, keys, exists, BLOCK_SIZE, TILE, WITHIN)
         offsets = slots[:, None] * token_stride + dim[None, :]
         k = _load_tile(k_base + offsets, exists, dim, HEAD_DIM, PAD_DIM, MASKED)
         v = _load_tile(v_base + offsets, exists, dim, HEAD_DIM, PAD_DIM, MASKED)
@@ -246,20 +247,36 @@ def _finish_split(
                 tl.store(arrived + place, 0)
 
 
+@functools.cache
+def dependent_launch(device: torch.device) -> bool:
+    """May a kernel on `device` start before the one in front of it has ended?"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """For kernels with a PDL argument: a dependent launch where there is such a thing."""
+    if dependent_launch(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
 @_jit
 def _decode_kernel(
     out, q, k_cache, v_cache, block_table, lengths, partial, partial_lse, arrived,
     scale, q_stride, out_stride, table_stride, token_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, MERGE_HERE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MERGE_HERE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a KV head, sequence and split."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + sequence)
+    length = tl.load(lengths + sequence)  # written before the embedding lookup
     first, end, used = _share(length, split, TILE, SPLITS, MIN_TILES)
     if split >= used:
         return
+    if PDL:
+        gdc_wait()  # for q, and the keys of this step's tokens
+        gdc_launch_dependents()
     rows = tl.arange(0, PAD_GROUP)
     dim = tl.arange(0, PAD_DIM)
     wanted = (rows < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -272,7 +289,7 @@ def _decode_kernel(
     top, total, acc = _scan_keys(
         queries, top, total, acc, k_cache + head * HEAD_DIM, v_cache + head * HEAD_DIM,
         block_table + sequence.to(tl.int64) * table_stride, first, end, positions, token_stride,
-        BLOCK_SIZE, TILE, HEAD_DIM, PAD_DIM, True,
+        BLOCK_SIZE, TILE, HEAD_DIM, PAD_DIM, MASKED=True, WITHIN=False,
     )  # fmt: skip
     _finish_split(
         out + sequence.to(tl.int64) * out_stride + mine, partial, partial_lse, arrived,
@@ -308,7 +325,7 @@ class Tuning:
     tile: int = 64
     """Keys a decode program takes at a time."""
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
     """Tiles under way at once: bytes in flight are what bandwidth is made of."""
     splits: int | None = None
     """Parts of a decode's keys; None: as many as keep the card busy."""
@@ -321,18 +338,23 @@ class Tuning:
     query_tile: int = 128
     key_tile: int = 64
     prefill_warps: int = 4
-    prefill_stages: int = 3
+    prefill_stages: int = 2
 
 
-def default_tuning(dtype: torch.dtype, head_dim: int) -> Tuning:
-    """What fits into a multiprocessor's own memory for this dtype and head size."""
+def default_tuning(
+    dtype: torch.dtype, head_dim: int, decodes: int, new_tokens: float
+) -> Tuning:
+    """For so many decodes (pairs of sequence and KV head) and new tokens a prompt on average."""
     row = _padded(head_dim) * dtype.itemsize
     if dtype == torch.float32:
         rows = 32 if row <= 512 else 16
-        return Tuning(tile=16, query_tile=rows, key_tile=16, prefill_stages=2)
-    if row <= 256:
-        return Tuning()
-    return Tuning(tile=32, query_tile=64, key_tile=32, prefill_stages=2)
+        return Tuning(tile=16, query_tile=rows, key_tile=16)
+    if row > 256:
+        return Tuning(tile=32, stages=4, query_tile=64, key_tile=32)
+    query_tile = 64 if new_tokens < 768 else 128
+    if 32 < decodes <= 256:
+        return Tuning(tile=16, warps=1, stages=6, min_keys=32, query_tile=query_tile)
+    return Tuning(query_tile=query_tile)
 
 
 def num_splits(num_sequences: int, num_kv_heads: int, tuning: Tuning) -> int:
@@ -400,158 +422,9 @@ def decode_attention(
         scratch.partial, scratch.lse, scratch.arrived, head_dim**-0.5 * LOG2E,
         q.stride(0), out.stride(0), block_table.stride(0), num_kv_heads * head_dim,
         **shape, BLOCK_SIZE=block_size, MERGE_HERE=tuning.merge_here,
-        num_warps=tuning.warps, num_stages=tuning.stages,
+        num_warps=tuning.warps, num_stages=tuning.stages, **launch_options(out.device),
     )  # fmt: skip
     if splits > 1 and not tuning.merge_here:
         _merge_kernel[(num_kv_heads, sequences)](
             out, scratch.partial, scratch.lse, lengths, out.stride(0), **shape, num_warps=1
         )
-
-
-@_jit
-def _prefill_kernel(
-    out, q, k_cache, v_cache, block_table, cu_seqlens_q, cu_seqlens_k, tiles,
-    scale, q_stride, out_stride, table_stride, token_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
-    """One program a query head and tile of QUERY_TILE queries of one sequence."""
-    head = tl.program_id(0)
-    sequence = tl.load(tiles + 2 * tl.program_id(1))
-    tile = tl.load(tiles + 2 * tl.program_id(1) + 1)
-    begin = tl.load(cu_seqlens_q + sequence)
-    count = tl.load(cu_seqlens_q + sequence + 1) - begin
-    length = tl.load(cu_seqlens_k + sequence + 1) - tl.load(cu_seqlens_k + sequence)
-    rows = tile * QUERY_TILE + tl.arange(0, QUERY_TILE)
-    dim = tl.arange(0, PAD_DIM)
-    wanted = (rows < count)[:, None] & (dim < HEAD_DIM)[None, :]
-    tokens = (begin + rows).to(tl.int64)
-    queries = _queries(q + head * HEAD_DIM, tokens, dim, wanted, scale, q_stride)
-    context = length - count  # keys before this step's own
-    positions = context + rows
-    top, total, acc = _nothing(QUERY_TILE, PAD_DIM)
-    k_base = k_cache + (head // GROUP) * HEAD_DIM
-    v_base = v_cache + (head // GROUP) * HEAD_DIM
-    table = block_table + sequence.to(tl.int64) * table_stride
-    free = (context + tile * QUERY_TILE + 1) // KEY_TILE * KEY_TILE  # all queries see these
-    top, total, acc = _scan_keys(
-        queries, top, total, acc, k_base, v_base, table, 0, free, positions, token_stride,
-        BLOCK_SIZE, KEY_TILE, HEAD_DIM, PAD_DIM, False,
-    )  # fmt: skip
-    end = tl.minimum(length, context + (tile + 1) * QUERY_TILE)
-    top, total, acc = _scan_keys(
-        queries, top, total, acc, k_base, v_base, table, free, end, positions, token_stride,
-        BLOCK_SIZE, KEY_TILE, HEAD_DIM, PAD_DIM, True,
-    )  # fmt: skip
-    acc = (acc / total[:, None]).to(out.dtype.element_ty)
-    here = head * HEAD_DIM + tokens[:, None] * out_stride + dim[None, :]
-    tl.store(out + here, acc, mask=wanted)
-
-
-def query_tiles(
-    seqlens_q: Sequence[int], seqlens_k: Sequence[int], first: int, tile: int
-) -> np.ndarray:
-    """int32 [tiles, 2]: (sequence, tile) of all queries of sequences `first` and on.
-
-    Those with most keys come first: a long one started last would run alone at the end.
-    """
-    counts = np.asarray(seqlens_q[first:], np.int64)
-    lengths = np.asarray(seqlens_k[first:], np.int64)
-    each = -(-counts // tile)
-    sequence = np.repeat(np.arange(len(counts)), each)
-    which = np.arange(len(sequence)) - np.repeat(np.cumsum(each) - each, each)
-    keys = (lengths - counts)[sequence] + np.minimum((which + 1) * tile, counts[sequence])
-    order = np.argsort(-keys, kind="stable")
-    return np.stack([sequence + first, which], 1)[order].astype(np.int32)
-
-
-def prefill_attention(
-    out: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    tiles: Tensor,
-    tuning: Tuning,
-) -> None:
-    """Causal attention of the sequences in `tiles` (`query_tiles`), keys read from the cache.
-
-    out, q [T, num_heads, head_dim]; a sequence's queries are the last of its keys, so chunks
-    and prefix hits need nothing special.
-    """
-    q, (block_size, num_kv_heads, head_dim) = packed_heads(q), k_cache.shape[1:]
-    num_heads, table = q.shape[1], metadata.block_table
-    _prefill_kernel[(num_heads, len(tiles))](
-        out, q, k_cache, v_cache, table, metadata.cu_seqlens_q, metadata.cu_seqlens_k, tiles,
-        head_dim**-0.5 * LOG2E,
-        q.stride(0), out.stride(0), table.stride(0), num_kv_heads * head_dim,
-        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, PAD_DIM=_padded(head_dim),
-        BLOCK_SIZE=block_size, QUERY_TILE=tuning.query_tile, KEY_TILE=tuning.key_tile,
-        num_warps=tuning.prefill_warps, num_stages=tuning.prefill_stages,
-    )  # fmt: skip
-
-
-class TritonAttention:
-    """An `AttentionBackend` of own kernels, for any block size.
-
-    float32, bfloat16 and float16 on CUDA cards from compute capability 8.0. `bind` raises
-    `ConfigError` where the kernels can't run.
-    """
-
-    def __init__(self, tuning: Tuning | None = None) -> None:
-        self.tuning = tuning
-        self._scratch: dict[torch.device, Scratch] = {}
-
-    def scratch(self, device: torch.device) -> Scratch:
-        """The one scratch of a device; steps on a stream use it one after the other."""
-        return self._scratch.setdefault(device, Scratch(device))
-
-    def tuned_for(self, k_cache: Tensor) -> Tuning:
-        """The tuning given, or the default for this cache; ConfigError if it has no kernel."""
-        if problem := triton_problem(k_cache.device, k_cache.dtype):
-            raise ConfigError(f"attention='triton': {problem}; attention='torch' runs")
-        return self.tuning or default_tuning(k_cache.dtype, k_cache.shape[-1])
-
-    def bind(self, cache: PagedCache, metadata: AttentionMetadata) -> Attend:
-        """See `AttentionBackend.bind`."""
-        return _TritonStep(self, cache, metadata)
-
-
-class _TritonStep:
-    """One step of `TritonAttention`. Without prefills it reads no length on the host."""
-
-    def __init__(
-        self, backend: TritonAttention, cache: PagedCache, metadata: AttentionMetadata
-    ) -> None:
-        self.cache, self.metadata = cache, metadata
-        self.tuning = backend.tuned_for(cache.layer(0)[0])
-        self.scratch = backend.scratch(metadata.slot_mapping.device)
-        given = metadata.lengths
-        self.lengths = metadata.cu_seqlens_k.diff() if given is None else given
-        self.tiles = self._tiles(metadata)
-
-    def _tiles(self, metadata: AttentionMetadata) -> Tensor | None:
-        """`query_tiles` on the device; None where all are decodes."""
-        lengths = metadata.seqlens_q, metadata.seqlens_k
-        if metadata.num_decodes == len(metadata.seqlens_q):
-            return None
-        tiles = query_tiles(*lengths, metadata.num_decodes, self.tuning.query_tile)
-        return torch.from_numpy(tiles).to(metadata.slot_mapping.device, non_blocking=True)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_cache, v_cache = self.cache.layer(layer)
-        write_kv(k, v, k_cache, v_cache, self.metadata.slot_mapping)
-        return self.attend(q, k_cache, v_cache)
-
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Attention over what is in the cache already."""
-        meta, tuning = self.metadata, self.tuning
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if decodes := meta.num_decodes:
-            decode_attention(
-                out[:decodes], q[:decodes], k_cache, v_cache, meta.block_table, self.lengths,
-                self.scratch, tuning,
-            )  # fmt: skip
-        if self.tiles is not None:
-            prefill_attention(out, q, k_cache, v_cache, meta, self.tiles, tuning)
-        return out

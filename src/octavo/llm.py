@@ -9,32 +9,36 @@ import dataclasses
 import itertools
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 
-from octavo.assembly import (
-    Parts,
-    all_eos_token_ids,
-    build_engine,
+from octavo.assembly import Parts, all_eos_token_ids, build_engine
+from octavo.backends import (
     choose_attention,
     choose_device,
     choose_dtype,
-    choose_layer_ops,
+    choose_graphs,
+    choose_layers,
+    choose_overlap,
+    choose_sampler,
 )
-from octavo.config import ConfigError, EngineConfig, OctavoError
+from octavo.config import ConfigError, EngineConfig, ModelConfig, OctavoError
 from octavo.engine import Engine, expand_params
+from octavo.graph_runner import CUDAGraphRunner
 from octavo.hf_config import read_model_config
 from octavo.hub import resolve_model
-from octavo.layers import use_ops
+from octavo.models.llama import LlamaForCausalLM
 from octavo.outputs import CompletionOutput, RequestDelta, refusal
 from octavo.request import RequestError, SamplingParams
 from octavo.scheduler import Scheduler
+from octavo.shapes import TokenIdsOnly, named_shape, random_model
 from octavo.tokenizer import Tokenizer
 from octavo.weights import load_model
 
@@ -82,8 +86,8 @@ class LLM:
     """A model ready to answer: `LLM("smollm2-135m").generate(["Hello"])`.
 
     `model` is a directory (config.json and safetensors), a `.gguf` file, a Hub id, or an
-    alias such as "smollm2-135m". `options` are the fields of `EngineConfig`. `show_progress`
-    None shows bars on a terminal only. Raises `ModelLoadError` or `ConfigError`.
+    alias such as "smollm2-135m"; "qwen3-0.6b-shape" has random weights and no tokeniser.
+    `options` are the fields of `EngineConfig`. `show_progress` None shows bars on a terminal only. Raises `ModelLoadError` or `ConfigError`.
     """
 
     def __init__(
@@ -98,23 +102,41 @@ class LLM:
         self._engine: Engine | None = None
         self._calls = itertools.count()
         self.show_progress = sys.stderr.isatty() if show_progress is None else show_progress
-        directory = resolve_model(model, logger.info)
-        self.parts = self._load(directory, config)
-        self.tokenizer = Tokenizer.from_pretrained(tokenizer or directory)
-        eos = all_eos_token_ids(directory, self.parts.config, self.tokenizer)
+        shape, eos = named_shape(model), list[int]()
+        self.tokenizer: Tokenizer | TokenIdsOnly = TokenIdsOnly()
+        if shape is not None:
+            self.parts = self._assemble(config, shape, partial(random_model, shape))
+        else:
+            directory = resolve_model(model, logger.info)
+            load = partial(self._load, directory)
+            self.parts = self._assemble(config, read_model_config(directory), load)
+            self.tokenizer = Tokenizer.from_pretrained(tokenizer or directory)
+            eos = all_eos_token_ids(directory, self.parts.config, self.tokenizer)
         self._engine = build_engine(config, self.parts, self.tokenizer, eos)
 
-    def _load(self, directory: Path, config: EngineConfig) -> Parts:
-        device = choose_device(config.device)
-        checkpoint = read_model_config(directory)
-        native = "torch" not in (config.attention, config.layer_ops)
-        dtype = choose_dtype(config.dtype, checkpoint.dtype, device, native=native)
-        attention = choose_attention(config.attention, checkpoint, dtype, device)
-        ops = choose_layer_ops(config.layer_ops, dtype, device)
+    def _load(
+        self, directory: Path, dtype: torch.dtype, device: torch.device
+    ) -> LlamaForCausalLM:
         with ProgressBar("loading weights", 1, self.show_progress) as bar:
-            model, _ = load_model(directory, dtype, device, progress=bar.set)
-        use_ops(model, ops)
-        return Parts(model, checkpoint, device, dtype, attention, config.block_size)
+            return load_model(directory, dtype, device, progress=bar.set)[0]
+
+    def _assemble(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        load: Callable[[torch.dtype, torch.device], LlamaForCausalLM],
+    ) -> Parts:
+        """Decide who computes what, then load: a refusal should come before the long wait."""
+        device, size = choose_device(config.device), config.block_size
+        native = "torch" not in (config.attention, config.layer_ops)
+        dtype = choose_dtype(config.dtype, model.dtype, device, native=native)
+        attention = choose_attention(config.attention, model, dtype, device, size)
+        layers = choose_layers(config.layer_ops, attention, dtype, device)
+        sampler = choose_sampler(config.sampler, dtype, device)
+        graphs = choose_graphs(config, attention, sampler, device)
+        loop = choose_overlap(config, device)
+        runs = layers(load(dtype, device))
+        return Parts(runs, model, device, dtype, attention, size, sampler, graphs, loop)
 
     @property
     def engine(self) -> Engine:
@@ -250,6 +272,8 @@ class LLM:
     def close(self) -> None:
         """Give model, cache and device memory back. Harmless when done twice."""
         on_gpu = self._engine is not None and self.parts.device.type == "cuda"
+        if self._engine is not None and isinstance(self._engine.runner, CUDAGraphRunner):
+            self._engine.runner.close()  # recorded steps hold memory that no tensor here names
         self._engine = None
         self.__dict__.pop("parts", None)
         if on_gpu:

@@ -115,6 +115,8 @@ class NativeAttention:
     `NativeError` where the C code can't be compiled. Computes in float32.
     """
 
+    capturable = False
+
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         if head_dim % 16:
             raise NativeError(f"head_dim={head_dim} isn't a multiple of 16")

@@ -18,6 +18,7 @@ __all__ = [
     "SamplingParams",
     "RequestStatus",
     "FinishReason",
+    "TokenMask",
     "Request",
     "ScheduledRequest",
     "Plan",
@@ -151,6 +152,14 @@ class FinishReason(enum.StrEnum):
     """The step that held it failed, or it was refused."""
 
 
+class TokenMask(Protocol):
+    """A rule about the next token, such as a grammar: it needs to know all that came before."""
+
+    def __call__(self, token_ids: Sequence[int]) -> Any:
+        """bool [vocab_size], an array or a tensor: the tokens that may follow these ids."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One sequence on its way through the engine. `eq=False`: two requests are never the same.
@@ -173,6 +182,8 @@ class Request:
     """Lower runs first, where the scheduler goes by priority."""
     leader: Request | None = field(default=None, repr=False)
     """The first of the `n` answers to one prompt; None for itself."""
+    token_mask: TokenMask | None = field(default=None, repr=False)
+    """Which tokens may come next; None: all."""
 
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)

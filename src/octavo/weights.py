@@ -33,14 +33,17 @@ __all__ = [
 Progress = Callable[[int, int], None]
 
 
-def init_random_weights(model: nn.Module, seed: int) -> None:
+def init_random_weights(
+    model: nn.Module, seed: int, device: torch.device | str = "cpu"
+) -> None:
     """Fill every parameter in place from `seed`: matrices ~ N(0, 1/in), norms around 1.
 
-    Biases are random and non-zero. The draw happens on the CPU in float32.
+    Biases are random and non-zero. The draw happens in float32 on `device`, whose kind decides
+    which numbers a seed gives.
     """
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+        noise = torch.randn(parameter.shape, generator=generator, device=device)
         if name.endswith("bias"):
             values = 0.1 * noise
         elif parameter.dim() == 1:

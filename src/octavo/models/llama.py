@@ -129,7 +129,8 @@ class LlamaForCausalLM(Piece):
         hidden: Tensor = self.model(input_ids, positions, attend)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [N, hidden] -> [N, vocab_size], in the model's dtype."""
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [N, hidden] -> [N, vocab_size], in the model's dtype; into `out` if given."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return self.ops.linear(hidden, head.weight, None)
+        logits = self.ops.linear(hidden, head.weight, None)
+        return logits if out is None else out.copy_(logits)

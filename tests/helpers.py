@@ -252,5 +252,6 @@ def tiny_engine(
     )
     model, model_config = tiny_model(config.dtype)
     dtype, device = getattr(torch, config.dtype), torch.device("cpu")
-    parts = Parts(model, model_config, device, dtype, TorchAttention(), config.block_size)
+    given = (model, model_config, device, dtype, TorchAttention(), config.block_size)
+    parts = Parts(*given, overlap=bool(config.overlap))
     return build_engine(config, parts, tokenizer or NumberTokenizer(), eos_token_ids)

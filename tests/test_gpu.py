@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from tiny_checkpoint import write_tiny_checkpoint
 
+from octavo import LLM
 from octavo.assembly import Limits, Parts, build_engine, size_pool
 from octavo.attention import TorchAttention
 from octavo.config import ConfigError, EngineConfig, ModelConfig, tiny_config
@@ -21,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card"),
 ]
 CUDA = torch.device("cuda")
+TEXTS = [f"{letter * (7 * n + 1)} and so on" for n, letter in enumerate("abcdefgh")]
 PROMPTS = [[5, 6, 7], [8] * 40, [9], list(range(100, 130)), [3, 1, 4, 1, 5, 9, 2, 6]]
 
 
@@ -144,3 +149,23 @@ def test_a_large_vocabulary_is_sampled_whole_on_the_card() -> None:
     together = sampler(logits, rows, rows)
     alone = [sampler(logits[i : i + 1], one, one) for i, one in enumerate(rows.split(1))]
     assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("loop", ["overlapped", "plain", "eager"])
+def test_greedy_text_equals_transformers(tmp_path: Path, loop: str) -> None:
+    """Everything that a card has (kernels, graphs, overlap), eight prompts together, float32."""
+    checkpoint = write_tiny_checkpoint(tmp_path, num_hidden_layers=4)
+    options = {"overlap": loop == "overlapped", "enforce_eager": loop == "eager"}
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    with LLM(checkpoint, dtype="float32", show_progress=False, **options) as llm:
+        runner = llm.engine.runner
+        assert type(runner.model).__name__ == "FusedModel"
+        found = [output.token_ids for output in llm.generate(TEXTS, params)]
+        assert (runner.stats.num_graph_steps > 0) == (loop != "eager")
+        prompts = [llm.tokenizer.encode(text) for text in TEXTS]
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).double()
+    for prompt, ids in zip(prompts, found, strict=True):
+        logits = oracle(torch.tensor([prompt + ids[:-1]])).logits[0, len(prompt) - 1 :]
+        best = logits.max(-1).values
+        chosen = logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        assert float((best - chosen).max()) < 1e-4  # the same, but for near-ties

@@ -110,6 +110,48 @@ def test_a_step_that_breaks_takes_its_own_requests_and_nobody_else(
     assert again.token_ids == say([9, 9], 8)
 
 
+@both_runners
+def test_a_launch_that_fails_is_told_in_the_same_step(runner: str) -> None:
+    """After what is in flight has been taken in, whose tokens come with the next delivery."""
+    engine = toy_engine(runner, "overlapped")
+    engine.runner.failures = {1: MemoryError("first"), 4: MemoryError("fourth")}
+    engine.add_request([1, 2], GREEDY)
+    with pytest.raises(MemoryError, match="first"):
+        engine.step()
+    engine.add_request([3, 4], GREEDY)
+    deltas = [d for _ in range(2) for d in engine.step()]  # steps 2 and 3
+    with pytest.raises(MemoryError, match="fourth"):
+        engine.step()
+    assert ("came back", 3) in engine.runner.events
+    deltas += engine.step()
+    last = deltas[-1].finished
+    assert last.token_ids == say([3, 4], 2) and "fourth" in last.error
+    check_all_returned(engine)
+
+
+@both_runners
+def test_a_mask_is_made_before_the_text(runner: str) -> None:
+    """Sampling that was held back is launched as soon as it can be, not a detokeniser later."""
+    engine, order = toy_engine(runner, "overlapped"), []
+    decode = engine.codec.decode
+
+    def noting(token_ids: Any, skip_special_tokens: bool = True) -> str:
+        order.append("text")
+        return decode(token_ids, skip_special_tokens)
+
+    def mask(token_ids: Any) -> Any:
+        order.append("mask")
+        return one_of_four(token_ids)
+
+    name = engine.add_request([1, 2], GREEDY)
+    engine.codec.decode = noting
+    engine._groups[name][0].token_mask = mask
+    for _ in range(4):
+        order.clear()
+        engine.step()
+        assert order[0] == "mask" and order.count("mask") == 1
+
+
 @all_loops
 def test_a_mask_that_breaks_ends_its_step_only(runner: str, loop: str) -> None:
     engine = toy_engine(runner, loop, max_num_seqs=2, num_blocks=10)
@@ -137,20 +179,23 @@ def test_a_mask_that_breaks_ends_its_step_only(runner: str, loop: str) -> None:
 
 
 @both_runners
-def test_a_lost_step_leaves_the_one_that_waits_for_its_mask_in_order(runner: str) -> None:
+@pytest.mark.parametrize("prompt", [[4, 5, 6], [7] * 5, [20, 30]], ids=str)
+def test_a_lost_step_leaves_the_one_that_waits_for_its_mask_in_order(
+    runner: str, prompt: list[int]
+) -> None:
     """Step n is lost while n + 1 is launched but not sampled: n + 2 mustn't overtake it."""
     engine = toy_engine(runner, "overlapped", max_num_seqs=4)
     names = [engine.add_request(p, GREEDY) for p in ([1, 2], [3])]
     engine.runner.losses[3] = KeyboardInterrupt()
     deltas = [d for _ in range(3) for d in engine.step()]
-    late = engine.add_request([4, 5, 6], GREEDY)  # joins in step 4, which holds all three
+    late = engine.add_request(prompt, GREEDY)  # joins in step 4, which holds all three
     engine._groups[late][0].token_mask = one_of_four
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     deltas += drain(engine)
     ended = {d.request_id: d.finished for d in deltas if d.finished}
     assert [ended[name].finish_reason for name in names] == ["error", "error"]
-    assert ended[late].token_ids == say([4, 5, 6], 8, mask=one_of_four)
+    assert ended[late].token_ids == say(prompt, 8, mask=one_of_four)
     check_all_returned(engine)
 
 

@@ -92,6 +92,7 @@ def cases(draw: st.DrawFn) -> Case:
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "batching": draw(st.sampled_from(["decode-first", "prefill-first"])),
         "defer_shared_prefix": draw(st.booleans()),
+        "overlap": draw(st.booleans()),
     }
     return Case(tuple(prompts), tuple(params), options, draw(st.integers(1, 3)))
 

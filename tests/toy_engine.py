@@ -58,7 +58,7 @@ class ToyModel:
 
         self.dtype, self.device = dtype, torch.device(device)
         self.embed, self.place = normal(VOCAB, HEADS * DIM), normal(512, HEADS * DIM)
-        self.mix = normal(LAYERS, HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM) / 8
+        self.mix = normal(LAYERS, HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM) / 4
         self.head = normal(HEADS * DIM, VOCAB)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -49,10 +49,7 @@ def _default(name: str) -> str:
 
 
 _COMMON: dict[str, tuple[type, str]] = {
-    "model": (
-        str,
-        "a model as for octavo run, or NAME-shape (default depends on the device)",
-    ),
+    "model": (str, f"a model as for octavo run, or NAME-shape {_default('model')}"),
     "repetitions": (int, "repetitions that count, at least 3 (default 3; kernels 20)"),
     "json": (Path, "write the records to this file"),
     "out": (Path, "write records and log into a folder of the device's name in this one"),
@@ -90,7 +87,7 @@ def add_bench(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     text = "measure speed beside what this machine allows"
     bench = commands.add_parser("bench", help=text, description=_HELP, formatter_class=raw)
-    kinds = bench.add_subparsers(metavar="WHAT", required=True, help="what to measure")
+    kinds = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     for kind, about in _ABOUT.items():
         parser = kinds.add_parser(kind, help=about, description=f"Measure {about}.")
         parser.set_defaults(run=bench_command, kind=kind)

@@ -9,7 +9,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -115,11 +115,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Run every size once, then record each, the largest first.
+        """Run every size once, then record each, the largest first. Comes before the first step.
 
         Without a card nothing is recorded: `forward` and `sample` run the step as it is.
         """
-        self.inputs.rows.fill_(self.rows.padding_row)
         for size in reversed(self.sizes):
             self._forward(size)
             self._sample(size)
@@ -134,6 +133,8 @@ class DecodeGraphs:
     def _record(self) -> None:
         device, pool = self.rows.device, torch.cuda.graph_pool_handle()
         with _recording(device):
+            for work in self._works(self.sizes[0]):
+                work()  # so that the stream has its workspace
             free = torch.cuda.mem_get_info(device)[0]
             for size in reversed(self.sizes):
                 works = self._works(size)
@@ -174,14 +175,20 @@ class DecodeGraphs:
         self._replays, self.bytes_by_size, self.logits = {}, {}, None
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream that graphs are recorded on."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def _recording(device: torch.device) -> Iterator[None]:
-    """A stream to record on, with the garbage collector at rest."""
+    """On the side stream, with the garbage collector at rest."""
     collecting = gc.isenabled()
     gc.disable()
     torch.cuda.synchronize(device)
     try:
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.stream(_side_stream(device)):
             yield
     finally:
         torch.cuda.synchronize(device)

@@ -66,9 +66,11 @@ def _draw(pivot, row, keys, position, CHUNK: tl.constexpr, SEGMENT: tl.constexpr
         ids, x = _chunk(row, start, count, CHUNK, SEGMENT)
         _, noise = _noise(keys, position, ids)
         scores = tl.where(x >= pivot, (x - peak) / heat + noise, float("-inf"))
-        flat = tl.reshape(scores, (CHUNK * SEGMENT,))
-        score, index = tl.max(flat, 0, return_indices=True)
-        winner = tl.load(chosen + start + index // SEGMENT) * SEGMENT + index % SEGMENT
+        # Not as one flat tile: Triton 3.6 gives wrong indices behind a reshape of a wide load.
+        best_of, columns = tl.max(scores, 1, return_indices=True)
+        score, place = tl.max(best_of, 0, return_indices=True)
+        column = tl.sum(tl.where(tl.arange(0, CHUNK) == place, columns, 0), 0)
+        winner = tl.load(chosen + start + place) * SEGMENT + column
         token = tl.where(score > best, winner, token)
         best = tl.maximum(score, best)
     return token

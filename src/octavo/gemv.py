@@ -52,7 +52,10 @@ def _gemv_kernel(
     sums = tl.zeros([ROWS, PART], tl.float32)
     up_sums, squares = sums, tl.zeros([PART], tl.float32)
     for start in tl.static_range(0, K, PART):
-        last, last_up = _weights(at, to_up, start + AHEAD * PART, column, in_rows, K, GATED)
+        last, last_up = gate, up
+        if start + AHEAD * PART < K:  # decided when it is compiled
+            next = start + AHEAD * PART
+            last, last_up = _weights(at, to_up, next, column, in_rows, K, GATED)
         in_k = start + column < K
         place = x + vector * x_stride + start + column
         values = tl.load(place, mask=in_k, other=0.0).to(tl.float32)

@@ -34,4 +34,8 @@ def build_model(
         )
     with torch.device("meta"):
         model = MODELS[config.architecture](config)
-    return model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    for module in model.modules():  # `to_empty` does this too, and loads PyTorch's compiler
+        for name, given in module.named_parameters(recurse=False):
+            real = torch.empty(given.shape, dtype=dtype, device=device)
+            setattr(module, name, torch.nn.Parameter(real, requires_grad=False))
+    return model.eval()

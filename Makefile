@@ -60,7 +60,7 @@ bench-cpu: $(DEV)  ## Octavo beside transformers on this CPU (10 minutes or more
 	@$(PY) benchmarks/cpu.py $(ARGS)
 
 bench-gpu: $(RUNTIME)  ## octavo bench on this card, records in benchmarks/results/<device>/ (ARGS go to each)
-	@$(BIN)/octavo bench throughput --device cuda --model qwen3-0.6b-shape --out $(RESULTS) $(ARGS)
+	@$(BIN)/octavo bench throughput --device cuda --model qwen3-0.6b-shape --max-num-batched-tokens 16384 --out $(RESULTS) $(ARGS)
 	@$(BIN)/octavo bench latency --device cuda --model qwen3-0.6b-shape --out $(RESULTS) $(ARGS)
 	@$(BIN)/octavo bench latency --device cuda --model llama-3.1-8b-shape --out $(RESULTS) $(ARGS)
 	@$(BIN)/octavo bench kernels --device cuda --model qwen3-0.6b-shape --out $(RESULTS) $(ARGS)

@@ -79,7 +79,7 @@ def measure(
         "repetitions": repetitions,
         "limit": decode_ceiling(MODELS["qwen3-0.6b"], HARDWARE["h200"], requests, CONTEXT),
         "config": {
-            "model": "qwen3-0.6b shape, random weights, bfloat16",
+            "model": "qwen3-0.6b-shape",
             "attention": "torch",
             "prompt": PROMPT,
             "output": OUTPUT,

@@ -206,7 +206,7 @@ def check_all_returned(engine: Engine) -> None:
 def check_scheduler_empty(scheduler: Scheduler) -> None:
     """All blocks and all rows are free, and the pool's books agree."""
     scheduler.allocator.check_integrity([])
-    assert sorted(scheduler._free_rows) == list(range(scheduler.max_num_seqs))
+    assert sorted(scheduler.queues.free_rows) == list(range(scheduler.max_num_seqs))
 
 
 class NumberTokenizer:

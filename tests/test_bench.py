@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,13 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-from octavo import LLM, bench_kernels, bench_runs, bench_setup
+from octavo import LLM, bench_ceilings, bench_kernels, bench_runs, bench_setup
 from octavo.attention import TorchAttention
 from octavo.bench_cases import Bench, attention_case
 from octavo.bench_ceilings import Ceilings, buffer_bytes, measure_ceilings
 from octavo.bench_engine import SteadyBatch, serve, watch
 from octavo.bench_kernels import Sizes, measure_kernels
-from octavo.bench_record import Record, Report, slug, summarise
+from octavo.bench_record import Record, Report, figure, slug, summarise
 from octavo.bench_trace import kernels_by_step, step_gaps, trace_steps
 from octavo.bench_workload import (
     Span,
@@ -155,6 +156,19 @@ class TestRecord:
         assert set(record) == {f.name for f in fields(Record)}
         assert record["config"] == {"model": "m", "batch": 2}
 
+    def test_the_readme_quotes_the_records(self) -> None:
+        root = Path(__file__).parents[1]
+        quoted = re.findall(
+            r"^\|[^|]+\| `(\S+)` `(\S+)` \| (\S+) \| (\S+) \|$",
+            (root / "README.md").read_text(),
+            re.MULTILINE,
+        )
+        assert len(quoted) >= 5
+        for stem, name, median, limit in quoted:
+            file = root / "benchmarks" / "results" / "nvidia-h200" / f"{stem}.json"
+            [record] = [r for r in json.loads(file.read_text()) if r["name"] == name]
+            assert (figure(record["median"]), figure(record["limit"])) == (median, limit)
+
     def test_names_for_files(self) -> None:
         assert slug("NVIDIA H200") == "nvidia-h200" and slug("a/B c.gguf") == "a-b-c.gguf"
 
@@ -166,6 +180,27 @@ class TestCeilings:
         hardware = ceilings.hardware()
         assert (hardware.bandwidth, hardware.flops) == (ceilings.copy, ceilings.flops)
         assert hardware.link_bandwidth == math.inf and ceilings.dtype == "float32"
+
+    @pytest.mark.parametrize(
+        ("dtype", "tried"),
+        [
+            (torch.bfloat16, {torch.bfloat16, torch.float32}),
+            (torch.float64, {torch.float64}),
+        ],
+    )
+    def test_a_cpu_may_compute_16_bits_in_32(
+        self, dtype: torch.dtype, tried: set[torch.dtype], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rates = {torch.bfloat16: 1.0, torch.float32: 3.0, torch.float64: 2.0}
+        asked: set[torch.dtype] = set()
+
+        def rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
+            asked.add(dtype)
+            return rates[dtype]
+
+        monkeypatch.setattr(bench_ceilings, "_product_rate", rate)
+        found = measure_ceilings(CPU, dtype, size=2**12, side=8)
+        assert asked == tried and found.flops == max(rates[each] for each in tried)
 
     def test_buffers_are_larger_than_a_cache(self) -> None:
         assert buffer_bytes(CPU) >= 2**28
@@ -586,6 +621,7 @@ class TestBadInput:
             ("latency", ("--batches", "0"), "--batches 0: give whole numbers from 1"),
             ("latency", ("--context", 0), "--context 0: give a whole number from 1"),
             ("latency", ("--tokens", 0), "--tokens 0: give a whole number from 1"),
+            ("latency", ("--tokens", 9000), "--max-model-len 9008; it is"),
             ("latency", ("--block-size", 0), "block_size=0"),
             ("kernels", ("--dtype", "int3"), "dtype='int3': give "),
             ("kernels", ("--device", "tpu"), "device='tpu': give "),

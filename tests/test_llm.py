@@ -96,7 +96,7 @@ def is_empty(llm: LLM) -> bool:
     scheduler = llm.scheduler
     scheduler.allocator.check_integrity([])
     idle = not (llm.engine.has_unfinished or scheduler.has_unfinished)
-    rows = len(scheduler._free_rows) == scheduler.max_num_seqs
+    rows = len(scheduler.queues.free_rows) == scheduler.max_num_seqs
     return (
         idle
         and rows

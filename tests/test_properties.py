@@ -202,7 +202,7 @@ class Watched(Loop):
             if entry.epoch == entry.request.epoch:  # held until its last step is back
                 assert entry.request.row == entry.row
         held = [r.row for r in everyone if r.row is not None]
-        assert sorted([*held, *scheduler._free_rows]) == list(range(self.world.seqs))
+        assert sorted([*held, *scheduler.queues.free_rows]) == list(range(self.world.seqs))
         for r in everyone:
             if not r.is_finished:
                 assert 0 <= r.num_computed_tokens <= r.num_tokens + r.num_inflight_tokens

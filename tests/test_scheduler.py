@@ -64,7 +64,7 @@ def check_books(scheduler: Scheduler) -> None:
 def check_empty(scheduler: Scheduler) -> None:
     """Nobody holds anything, and a cleared cache leaves every block free."""
     scheduler.allocator.check_integrity([])
-    assert sorted(scheduler._free_rows) == list(range(scheduler.max_num_seqs))
+    assert sorted(scheduler.queues.free_rows) == list(range(scheduler.max_num_seqs))
     scheduler.cache.clear()
     pool = getattr(scheduler.allocator, "pool", scheduler.allocator)
     assert pool.num_free_blocks == scheduler.allocator.num_blocks

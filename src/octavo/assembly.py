@@ -39,9 +39,10 @@ from octavo.kv_cache import (
 from octavo.model_runner import CausalModel, ModelRunner
 from octavo.outputs import TextCodec
 from octavo.overlap import OverlappedEngine
+from octavo.plain_parts import WholePrompts
 from octavo.prefix_cache import make_prefix_cache
 from octavo.sampler import Sampler
-from octavo.scheduler import Scheduler, WholePrompts
+from octavo.scheduler import Scheduler
 from octavo.tokenizer import Tokenizer
 from octavo.weights import load_generation_eos
 
@@ -108,7 +109,7 @@ class Parts:
     attention: AttentionBackend
     block_size: int
     sampler: str = "torch"
-    """"torch" or "fused"."""
+    """The kind that `make_sampler` takes."""
     graphs: bool = False
     """Replay decode steps from CUDA graphs?"""
     overlap: bool = False

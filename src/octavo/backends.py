@@ -158,7 +158,7 @@ def _computing_with(ops: LayerOps, model: LlamaForCausalLM) -> CausalModel:
 
 
 def choose_sampler(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """ "torch" or "fused", for `EngineConfig.sampler`; ConfigError if it can't be had here."""
+    """Which sampler `EngineConfig.sampler` means: "torch" or "fused"; ConfigError if it can't be had."""
     if name == "fused" or (name == "auto" and device.type == "cuda"):
         from octavo.kernels import triton_problem
 

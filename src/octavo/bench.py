@@ -31,10 +31,10 @@ examples:
   octavo bench throughput                     many requests at once, on a CPU a few small ones
   octavo bench latency --model smollm2-135m   one request alone, then steady batches
   octavo bench kernels                        single operations against memory and arithmetic
-  octavo bench throughput --no-overlap --no-cuda-graphs     what those two bring
+  octavo bench throughput --no-overlap --no-cuda-graphs     without those two
 
-Nothing has to be downloaded: qwen3-0.6b-shape, llama-3.1-8b-shape and smollm2-135m-shape are
-models of that shape with random weights, which run as fast as the real ones.
+NAME-shape, such as qwen3-0.6b-shape or llama-3.1-8b-shape, is a model of that shape with
+random weights: it runs as fast as the real one, and nothing has to be downloaded.
 Each figure is the median of several repetitions after a warm-up, with the 10th and 90th
 percentile, and its limit by a roofline from rates that were measured on the spot.
 """
@@ -150,7 +150,10 @@ def _writable(file: Path) -> bool:
 
 
 def bench_command(args: argparse.Namespace) -> int:
-    """`octavo bench`; returns the exit status: 1 if something couldn't be measured."""
+    """`octavo bench`; returns the exit status: 1 if a measurement broke.
+
+    What can't run here, or has no room, is said and is no failure.
+    """
     settle(args)
     fresh, begin = "octavo.llm" not in sys.modules, time.perf_counter()
     from octavo.llm import LLM  # noqa: F401  (PyTorch comes with it)

@@ -93,7 +93,7 @@ class Ceilings:
     read: float
     """Bytes/s of a sum, which writes nothing."""
     flops: float
-    """FLOP/s of a square matrix product in `dtype`."""
+    """FLOP/s of a square matrix product in `dtype`, or in float32 where a CPU is faster so."""
     dtype: str
 
     def hardware(self) -> Hardware:
@@ -106,7 +106,7 @@ class Ceilings:
         """For a person."""
         return (
             f"copy {self.copy / 1e9:,.0f} GB/s, read {self.read / 1e9:,.0f} GB/s, "
-            f"matrix product {self.flops / 1e12:,.3g} TFLOP/s ({self.dtype})"
+            f"matrix product {self.flops / 1e12:,.3g} TFLOP/s for {self.dtype}"
         )
 
 
@@ -125,9 +125,17 @@ def measure_ceilings(
     """Copy, read and matrix rates of `device`; `size` in bytes, `side` of the matrices."""
     copy, read = _memory_rates(device, size or buffer_bytes(device))
     side = side or (8192 if device.type == "cuda" else 1024)
-    x, y = (torch.randn(side, side, device=device).to(dtype) for _ in "xy")
-    flops = 2 * side**3 / _middle(lambda: x @ y, device)
+    tried = {dtype}
+    if device.type != "cuda" and dtype.itemsize == 2:
+        tried.add(torch.float32)  # many CPUs have no instructions for 16 bits
+    flops = max(_product_rate(device, each, side) for each in tried)
     return Ceilings(copy, read, flops, str(dtype).removeprefix("torch."))
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    """FLOP/s of a product of two square matrices."""
+    x, y = (torch.randn(side, side, device=device).to(dtype) for _ in "xy")
+    return 2 * side**3 / _middle(lambda: x @ y, device)
 
 
 def _memory_rates(device: torch.device, size: int) -> tuple[float, float]:

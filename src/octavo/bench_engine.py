@@ -76,26 +76,32 @@ class Room(NamedTuple):
     outputs: int
 
 
-def plan_room(batch: int, context: int, steps: int, budget: int) -> Room:
-    """For `steps` steps to watch; the prompts go in at `budget` tokens a step."""
+def plan_room(batch: int, context: int, steps: int, budget: int, spare: int = 0) -> Room:
+    """For `steps` steps to watch, `spare` after them, and prompts at `budget` tokens a step."""
     filling = -(-batch * context // budget)  # steps in which the first ones decode already
     prompt = max(1, context - (filling + steps) // 2 - WARM_STEPS)
-    return Room(prompt, filling + WARM_STEPS + steps + 8)
+    return Room(prompt, filling + WARM_STEPS + steps + spare + 8)
 
 
 class SteadyBatch(AbstractContextManager["SteadyBatch"]):
-    """A batch of requests that all decode; `watch` measures its steps.
+    """A batch of requests that all decode; `watch` measures `steps` of them around `context`.
 
-    Raises `OctavoError` when the engine has no room for it.
+    `spare` more can follow. Raises `OctavoError` when the engine has no room for it.
     """
 
     def __init__(
-        self, engine: Engine, batch: int, context: int, steps: int, temperature: float = 0.6
+        self,
+        engine: Engine,
+        batch: int,
+        context: int,
+        steps: int,
+        temperature: float = 0.6,
+        spare: int = 0,
     ) -> None:
         self.engine, self.batch = engine, batch
         self.scheduler = cast(Scheduler, engine.scheduler)
         budget = self.scheduler.max_num_batched_tokens
-        self.room = plan_room(batch, context, steps, budget)
+        self.room = plan_room(batch, context, steps, budget, spare)
         self._check_room()
         self.params = SamplingParams(
             temperature=temperature, ignore_eos=True, max_tokens=self.room.outputs

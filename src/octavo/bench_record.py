@@ -21,6 +21,7 @@ from octavo.provenance import measured
 __all__ = [
     "UNITS",
     "Record",
+    "figure",
     "summarise",
     "Report",
     "slug",
@@ -54,7 +55,7 @@ class Record:
     median: float
     p10: float | None
     p90: float | None
-    """10th and 90th percentile of the repetitions; None where there was a single one."""
+    """10th and 90th percentile of the repetitions, interpolated; None where there was one."""
     repetitions: int
     limit: float | None
     """The best that the machine's measured ceilings allow, in the same unit."""
@@ -73,19 +74,19 @@ class Record:
         """The record for a person: median, band, limit."""
         unit, factor = UNITS.get(self.metric, (self.metric, 1.0))
         name = " ".join(filter(None, (self.name, self.config.get("backend"))))
-        text = f"{name:40} {_figure(self.median * factor):>8} {unit}"
+        text = f"{name:40} {figure(self.median * factor):>8} {unit}"
         if self.p10 is not None and self.p90 is not None:
-            low, high = _figure(self.p10 * factor), _figure(self.p90 * factor)
+            low, high = figure(self.p10 * factor), figure(self.p90 * factor)
             text += f" ({low} to {high})"
         if self.limit is not None:
-            text += f", limit {_figure(self.limit * factor)}"
+            text += f", limit {figure(self.limit * factor)}"
         if self.share is not None:
             text += f": {self.share:.0%} of it"
-        return text + (f", {_figure(us)} µs" if (us := self.config.get("us")) else "")
+        return text + (f", {figure(us)} µs" if (us := self.config.get("us")) else "")
 
 
-def _figure(x: float) -> str:
-    """Three digits, and no more zeros than a person can read."""
+def figure(x: float) -> str:
+    """Three digits, or all of those before the point: "0.0135", "8.12", "26,955"."""
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 

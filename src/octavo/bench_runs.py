@@ -9,13 +9,13 @@ import argparse
 
 from octavo.backends import choose_device, choose_dtype
 from octavo.bench_engine import Served, SteadyBatch, Watched, alone_ms, serve, watch
-from octavo.bench_record import Report
+from octavo.bench_record import Report, figure
 from octavo.bench_setup import (
     Loaded,
+    check_lengths,
     defaults_for,
     find_ceilings,
     load,
-    model_len,
     model_shape,
     say_heading,
     say_machine,
@@ -48,11 +48,7 @@ def throughput(args: argparse.Namespace, report: Report) -> None:
     inputs, outputs = args.input_len or defaults.lens, args.output_len or defaults.lens
     count = args.requests or defaults.requests
     say_machine(report, device)
-    if (longest := inputs.high + outputs.high) > (most := model_len(args, defaults)):
-        raise OctavoError(
-            f"prompts of {inputs.high} and answers of {outputs.high} tokens need "
-            f"--max-model-len {longest}; it is {most}"
-        )
+    check_lengths(args, defaults, inputs.high, outputs.high)
     with load(args, report, defaults) as llm:
         vocab = llm.engine.vocab_size
         workload = draw_workload(count, inputs, outputs, args.seed, vocab)
@@ -89,7 +85,9 @@ def run_throughput(
     )
     report.add(f"prefill/{len(prompts.prompts)}", "prompt_tokens_per_s", rates, limit)
     if (stats := getattr(loaded.llm.engine.runner, "stats", None)) is not None:
-        say_heading(report, [("steps", str(stats))])
+        steps = f"{stats.num_graph_steps:,} by graph, {stats.num_eager_steps:,} eager, "
+        steps += f"{stats.num_padded_rows:,} padded rows; warm-ups included"
+        say_heading(report, [("steps", steps)])
 
 
 def say_workload(report: Report, workload: Workload, cost: Cost, heat: float) -> float:
@@ -99,7 +97,7 @@ def say_workload(report: Report, workload: Workload, cost: Cost, heat: float) ->
     what = f"{count} requests, {workload.num_prompt_tokens:,} prompt and {tokens:,} output "
     why = f"{limit:,.0f} output tokens/s: {cost.prefill:.3g} s of prompts, {cost.steps:,} "
     why += f"decode steps of {cost.decode:.3g} s together, in which "
-    why += f"{cost.kv_bytes / 1e9:,.3g} GB of keys and values pass"
+    why += f"{figure(cost.kv_bytes / 1e9)} GB of keys and values pass"
     say_heading(report, [("workload", f"{what}tokens, temperature {heat}"), ("limit", why)])
     return limit
 
@@ -121,15 +119,14 @@ def latency(args: argparse.Namespace, report: Report) -> None:
     """`octavo bench latency`: a request alone, then steady batches."""
     device = choose_device(args.device or "auto")
     defaults = defaults_for(device)
-    batches = args.batches or defaults.batches
+    batches, tokens = args.batches or defaults.batches, args.tokens or defaults.tokens
     say_machine(report, device)
-    most = max(
-        *batches, defaults.requests
-    )  # as many seats as the engine has by itself, or more
+    check_lengths(args, defaults, ALONE_PROMPT, tokens)
+    most = max(batches)  # the engine has seats for the default batches, not for any
     seats = {"max_num_seqs": most} if most > defaults.requests else {}
     with load(args, report, defaults, **seats) as llm:
         loaded = Loaded.of(llm, report)
-        run_alone(args, report, loaded, args.tokens or defaults.tokens)
+        run_alone(args, report, loaded, tokens)
         for batch in batches:
             context = args.context or defaults.context
             run_decode(args, report, loaded, batch, context, defaults.steps)
@@ -161,9 +158,9 @@ def run_decode(
     """A steady batch: its steps, its intervals, and the gaps between steps on the card."""
     name, engine, traced = f"decode/{batch}x{context}", loaded.llm.engine, 24
     device = loaded.llm.parts.device
-    total = args.repetitions * steps + (traced if usable_trace(device) else 0)
+    total, spare = args.repetitions * steps, traced if usable_trace(device) else 0
     try:
-        steady = SteadyBatch(engine, batch, context, total, args.temperature)
+        steady = SteadyBatch(engine, batch, context, total, args.temperature, spare)
     except OctavoError as reason:
         return report.say(f"no {name}: {reason}")
     with steady:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from octavo.bench_ceilings import Ceilings, measure_ceilings
-from octavo.bench_record import Report, bench_provenance
+from octavo.bench_record import Report, bench_provenance, figure
 from octavo.bench_workload import CARD, CPU, Cost, Defaults, Workload, least_cost
-from octavo.config import ModelConfig
+from octavo.config import ModelConfig, OctavoError
 from octavo.hf_config import read_model_config
 from octavo.hub import resolve_model
 from octavo.layers import Piece
@@ -31,6 +31,7 @@ __all__ = [
     "defaults_for",
     "model_shape",
     "model_len",
+    "check_lengths",
     "describe",
     "say_heading",
     "say_machine",
@@ -60,6 +61,18 @@ def model_len(args: argparse.Namespace, defaults: Defaults) -> int:
     return args.max_model_len or min(MODEL_LEN, own)
 
 
+def check_lengths(
+    args: argparse.Namespace, defaults: Defaults, prompt: int, answer: int
+) -> None:
+    """`OctavoError` if the engine will be too short for a request of these tokens."""
+    longest, most = prompt + answer, model_len(args, defaults)
+    if longest > most:
+        raise OctavoError(
+            f"prompts of {prompt} and answers of {answer} tokens need "
+            f"--max-model-len {longest}; it is {most}"
+        )
+
+
 def describe(llm: LLM) -> dict[str, Any]:
     """Everything that was chosen for this engine, by class and number."""
     engine, parts, scheduler = llm.engine, llm.parts, llm.scheduler
@@ -72,6 +85,7 @@ def describe(llm: LLM) -> dict[str, Any]:
         "loop": type(engine).__name__,
         "runner": type(runner).__name__,
         "graph_sizes": [] if graphs is None else list(graphs.sizes),
+        "graph_bytes": 0 if graphs is None else graphs.num_bytes,
         "attention": type(parts.attention).__name__,
         "model": type(model).__name__,
         "layer_ops": ops[0] if ops else None,
@@ -107,15 +121,16 @@ def say_machine(report: Report, device: torch.device) -> None:
 
 def say_engine(report: Report, llm: LLM, name: str) -> None:
     e, m = report.config["engine"], llm.parts.config
-    sizes = e["graph_sizes"]
-    graphs = f"{len(sizes)} sizes up to {max(sizes)}" if sizes else "none"
+    sizes, memory = e["graph_sizes"], f"{e['graph_bytes'] / 2**20:,.0f} MiB"
+    graphs = f"{len(sizes)} sizes up to {max(sizes)}, {memory}" if sizes else "none"
     classes = (e["loop"], e["runner"], e["attention"], e["model"], e["layer_ops"])
     shape = f"{m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads, "
-    shape += f"{m.num_kv_heads} KV heads of {m.head_dim}, vocabulary {m.vocab_size:,}"
+    shape += f"{m.num_kv_heads} KV heads of {m.head_dim}, vocabulary {m.vocab_size:,}, "
+    shape += f"{figure(m.num_parameters / 1e6)} M parameters"
     say_heading(
         report,
         [
-            ("model", f"{name}: {shape}, {m.num_parameters / 1e6:,.3g} M, {e['dtype']}"),
+            ("model", f"{name}: {shape}, {e['dtype']}"),
             ("engine", ", ".join(filter(None, (*classes, e["sampler"])))),
             ("graphs", graphs),
             ("KV cache", f"{e['kv_blocks']:,} blocks of {e['block_size']} tokens"),

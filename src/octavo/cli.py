@@ -110,6 +110,7 @@ MODEL is one of
   path/to/directory           config.json, *.safetensors and tokenizer files
   path/to/file.gguf           a GGUF file (llama or qwen3)
   owner/name                  a model of the Hugging Face Hub
+(NAME-shape, random weights that answer no text, is for octavo bench.)
 
 examples:
   octavo run smollm2-135m                              chat in the terminal

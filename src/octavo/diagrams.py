@@ -131,16 +131,19 @@ class Rung:
         return f"{self.label}{where}: {found}{limit}"
 
 
-def read_results(folder: str | Path) -> dict[str, dict[str, Any]]:
+def read_results(folder: str | Path, model: str | None = None) -> dict[str, dict[str, Any]]:
     """Measurements recorded as JSON in a folder, by their `name`; {} where there are none.
 
-    A file holds a list of objects with at least name, median and provenance.
+    A file holds a list of objects with at least name, median and provenance. `model` leaves
+    those out whose config names another one.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(Path(folder).glob("*.json")):
         parsed = json.loads(path.read_text(encoding="utf-8"))
         entries = parsed if isinstance(parsed, list) else [parsed]
-        found |= {entry["name"]: entry for entry in entries if "median" in entry}
+        for entry in (entry for entry in entries if "median" in entry):
+            if model in (None, entry.get("config", {}).get("model", model)):
+                found[entry["name"]] = entry
     return found
 
 

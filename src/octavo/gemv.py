@@ -126,6 +126,6 @@ def gemv(
         to, x, weight, *(norm or (None, 0.0)), outputs, x.stride(0), to.stride(0),
         K=columns, ROWS=rows, PART=min(part, _power_of_2(columns)), AHEAD=ahead,
         NORM=norm is not None, GATED=gated, ADD=add_to is not None, num_warps=warps,
-        **launch_options(x.device),
+        maxnreg=128, **launch_options(x.device),  # 16 warps of 128 registers share a processor
     )  # fmt: skip
     return to

@@ -126,11 +126,8 @@ class HashPrefixCache(NoPrefixCache):
 
         A block whose content is known under another block stays with its request alone.
         """
-        first, last = (
-            start // self.block_size,
-            min(end, len(request.token_ids)) // self.block_size,
-        )
-        if first >= last:
+        first, last = self._filled(request, start, end)
+        if first == last:
             return  # no block is full that wasn't before
         first, parent = self._place(request, first)
         for index, (digest, tokens) in enumerate(self._blocks(request, first, last), first):

@@ -198,7 +198,7 @@ def _merge(
     top, total, acc = _nothing(PAD_GROUP, PAD_DIM)
     inside = rows < GROUP
     for split in range(0, used):
-        # .cg: from L2, where other programs' writes are; L1 may hold something older.
+        # .cg: past the multiprocessor's own cache, which may not know other programs' writes.
         mine = partial_lse + split * GROUP + rows
         lse = tl.load(mine, mask=inside, other=0.0, cache_modifier=".cg")
         part = partial + (split * GROUP + rows)[:, None] * HEAD_DIM + dim[None, :]
@@ -226,9 +226,8 @@ def _finish_split(
     dim = tl.arange(0, PAD_DIM)
     wanted = (rows < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     here = rows[:, None] * HEAD_DIM + dim[None, :]
-    acc = (
-        acc / tl.where(total > 0, total, 1.0)[:, None]
-    )  # a padding row of a graph: length 0
+    # A padding row of a graph has length 0, and no sum to divide by.
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1 or (MERGE_HERE and used == 1):
         tl.store(out + here, acc.to(out.dtype.element_ty), mask=wanted)
     else:

@@ -87,7 +87,8 @@ class LLM:
 
     `model` is a directory (config.json and safetensors), a `.gguf` file, a Hub id, or an
     alias such as "smollm2-135m"; "qwen3-0.6b-shape" has random weights and no tokeniser.
-    `options` are the fields of `EngineConfig`. `show_progress` None shows bars on a terminal only. Raises `ModelLoadError` or `ConfigError`.
+    `options` are the fields of `EngineConfig`. `show_progress` None shows bars on a terminal
+    only. Raises `ModelLoadError` or `ConfigError`.
     """
 
     def __init__(

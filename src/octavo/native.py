@@ -172,8 +172,8 @@ def _openmp() -> str:
 def build(source: str, dtype: torch.dtype) -> ctypes.CDLL:
     """The C `source` (after `PRELUDE`) compiled for tensors of `dtype`, float32 or bfloat16.
 
-    The first call takes about a second; the result is kept in `cache_root()`. Raises
-    `NativeError` if there is no compiler or it fails.
+    The first call compiles, and the result is kept in `cache_root()`. Raises `NativeError` if
+    there is no compiler or it fails.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise NativeError(f"the C code handles float32 and bfloat16, not {dtype}")

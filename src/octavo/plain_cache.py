@@ -84,6 +84,11 @@ class NoPrefixCache:
         """Turn at least one cached block into a free one."""
         raise OctavoError("nothing is cached")
 
+    def _filled(self, request: Request, start: int, end: int) -> tuple[int, int]:
+        """(first, last): positions `start` to `end - 1` filled its blocks `first` to `last - 1`."""
+        first = start // self.block_size
+        return first, max(first, min(end, len(request.token_ids)) // self.block_size)
+
     def check_integrity(self, block_tables: Iterable[Iterable[int]] | None = None) -> None:
         """Raise OctavoError unless the pool's books and the cache's own are right."""
         self.pool.check_integrity(block_tables)

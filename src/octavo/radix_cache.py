@@ -81,11 +81,8 @@ class RadixPrefixCache(NoPrefixCache):
 
         A block whose content is known under another block stays with its request alone.
         """
-        first, last = (
-            start // self.block_size,
-            min(end, len(request.token_ids)) // self.block_size,
-        )
-        if first >= last:
+        first, last = self._filled(request, start, end)
+        if first == last:
             return  # no block is full that wasn't before
         node, depth = self._place(request, first)
         node, taken, found = self._walk(request, node, depth, last)

@@ -207,7 +207,7 @@ def test_b41_a_row_is_as_wide_as_the_longest_request_and_shows_no_stale_column()
 
 
 def test_a_row_that_stood_still_goes_on_from_its_own_position() -> None:
-    """Decodes pause while prompts run (prefill-first), rows come and go, seats are re-used."""
+    """Decodes pause while prompts run (prefill-first), rows come and go, seats are reused."""
     engine = toy_engine("graphs", batching="prefill-first", max_num_batched_tokens=18)
     names = [engine.add_request(PROMPTS[0], GREEDY)]
     deltas = [d for _ in range(3) for d in engine.step()]

@@ -186,6 +186,7 @@ def test_every_switch_by_itself() -> None:
         "scheduling_policy": ("fcfs", "priority"),
         "batching": ("decode-first", "prefill-first"),
         "defer_shared_prefix": (True, False),
+        "overlap": (True, False),
         "block_size": (1, 3, 16),
         "num_kv_blocks": (17, 200),
     }
@@ -199,3 +200,19 @@ def test_every_switch_by_itself() -> None:
             **{"block_size": 4, "max_model_len": LENGTH // 2 + 16, name: value}
         )
         assert answers(engine, prompts, [params] * 4) == expected, (name, value)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("cache", ["none", "hash", "radix"])
+def test_b50_copies_of_one_long_prompt_are_all_answered(cache: str, overlap: bool) -> None:
+    """Thirteen at once, in chunks, in a pool that holds some of them, two tokens each."""
+    prompt = [7 * i % 250 for i in range(400)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    shape = {"max_model_len": 402, "max_num_batched_tokens": 150, "num_kv_blocks": 130}
+    alone = tiny_engine(**{**shape, "max_num_seqs": 1, "prefix_cache": "none"})
+    expected = answers(alone, [prompt], [params])[0]
+    for defer in (False, True):
+        options = {"prefix_cache": cache, "overlap": overlap, "defer_shared_prefix": defer}
+        engine = tiny_engine(**shape, **options, max_num_seqs=16)
+        assert answers(engine, [prompt] * 13, [params] * 13) == [expected] * 13
+        engine.scheduler.cache.check_integrity(block_tables=[])

@@ -300,6 +300,14 @@ def test_what_is_missing_is_said(hidden: bool) -> None:
     assert ("isn't installed" if hidden else "needs a CUDA card") in said.stdout
 
 
+def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_INTERPRETED", False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    said = triton_problem.__wrapped__(torch.device("cuda"), torch.bfloat16)
+    assert said is not None and "install gcc" in said
+
+
 def test_the_longest_tiles_of_queries_come_first_and_none_is_missing() -> None:
     tiles = query_tiles((1, 5, 40, 33), (9, 5, 60, 33), 1, 16)
     places = [(1, 0), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,8 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if device.type != "cuda":
         return f"it needs a CUDA card, not {device} (TRITON_INTERPRET=1 is for tests)"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton compiles a launcher for each kernel and finds no C compiler; install gcc"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a card of compute capability 8.0 or more"
     return None

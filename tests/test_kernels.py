@@ -32,7 +32,7 @@ from attention_cases import (
     run,
 )
 
-from octavo import kernels
+from octavo import decode_kernels, kernels
 from octavo.attention import AttentionBackend, CachedAttend, TorchAttention, store_kv
 from octavo.config import ConfigError, ModelConfig, tiny_config
 from octavo.kernels import Tuning, default_tuning, num_splits, triton_problem
@@ -146,7 +146,7 @@ def test_splits_are_a_power_of_two_and_not_more_than_keep_the_card_busy(pairs: i
 
 
 def test_scratch_has_room_for_every_share_and_stays_where_it_is() -> None:
-    scratch = kernels.Scratch(torch.device("cpu"))
+    scratch = decode_kernels.Scratch(torch.device("cpu"))
     for programs, group, head_dim in ((8, 1, 64), (8, 16, 16), (20, 1, 16), (2, 2, 2)):
         scratch.reserve(programs, group, head_dim)
         assert scratch.partial.numel() >= programs * group * head_dim
@@ -376,6 +376,6 @@ class TestOnTheCard:
         for longest in (16 * 15, 16 * 16, 16 * 17, 16 * 32):
             case = make_case([(1, longest), (20, 20)], (16, 8), 128, 16, BF16)
             run(backend, case)
-            caches = kernels._decode_kernel.device_caches.values()
+            caches = decode_kernels._decode_kernel.device_caches.values()
             sizes.append(sum(len(cache[0]) for cache in caches))
         assert len(set(sizes)) == 1

@@ -11,14 +11,8 @@ from torch import Tensor
 from octavo.attention import CachedAttend, PagedCache
 from octavo.batch import AttentionMetadata, Staging
 from octavo.config import ConfigError
-from octavo.kernels import (
-    Scratch,
-    Tuning,
-    decode_attention,
-    default_tuning,
-    triton_problem,
-    write_kv,
-)
+from octavo.decode_kernels import Scratch, decode_attention
+from octavo.kernels import Tuning, default_tuning, triton_problem, write_kv
 from octavo.prefill_kernels import prefill_attention, query_tiles
 
 __all__ = ["TritonAttention"]

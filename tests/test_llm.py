@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from octavo.assembly import Limits, Parts, size_pool
 from octavo.attention import TorchAttention
 from octavo.backends import choose_graphs
 from octavo.config import tiny_config
+from octavo.diagrams import read_results
 from octavo.kernels import triton_problem
 from octavo.kv_cache import DeviceMemory, block_bytes
 from octavo.layers import TorchOps
@@ -41,6 +43,7 @@ from octavo.native import NativeError, can_compile
 from octavo.native_attention import NativeAttention
 from octavo.native_layers import NativeOps
 from octavo.overlap import OverlappedEngine
+from octavo.presets import MODELS
 from octavo.request import Plan
 from octavo.sampler import Sampler
 from octavo.triton_attention import TritonAttention
@@ -367,6 +370,41 @@ class TestClosing:
         assert len(llm.scheduler.running) == 4
         stream.close()
         assert is_empty(llm)
+
+
+class TestShapes:
+    """`LLM("NAME-shape")`: random weights, token ids in and out."""
+
+    @pytest.fixture
+    def shape(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setitem(MODELS, "toy", tiny_config())
+        return "toy-shape"
+
+    def test_it_answers_ids_and_refuses_text(self, shape: str) -> None:
+        with load(shape, device="cpu") as llm:
+            ids, text = (
+                llm.generate([[1, 2, 3]], GREEDY)[0],
+                llm.generate(["Hi"], GREEDY)[0],
+            )
+            talk = llm.chat(CHAT, GREEDY)[0]
+        assert len(ids.token_ids) == 24 and ids.text == ""
+        for refused in (text, talk):
+            assert "give prompts as lists of token ids" in (refused.error or "")
+
+    def test_the_same_weights_every_time(self, shape: str) -> None:
+        answers = []
+        for _ in range(2):
+            with load(shape, device="cpu") as llm:
+                answers.append(ids_of(llm, [[5, 6], [7]], GREEDY))
+        assert answers[0] == answers[1]
+
+    def test_records_of_another_model_are_left_out(self, tmp_path: Path) -> None:
+        records = [
+            {"name": "a", "median": n, "config": {"model": f"{n}-shape"}} for n in (1, 2)
+        ]
+        (tmp_path / "x.json").write_text(json.dumps(records))
+        for n in (1, 2):
+            assert read_results(tmp_path, f"{n}-shape")["a"]["median"] == n
 
 
 class TestOptions:

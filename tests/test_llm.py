@@ -391,6 +391,12 @@ class TestShapes:
         for refused in (text, talk):
             assert "give prompts as lists of token ids" in (refused.error or "")
 
+    def test_a_tokeniser_for_random_weights_is_refused(self, shape: str) -> None:
+        with pytest.raises(
+            ConfigError, match="tokenizer='x': toy-shape has random weights"
+        ):
+            load(shape, device="cpu", tokenizer="x")
+
     def test_the_same_weights_every_time(self, shape: str) -> None:
         answers = []
         for _ in range(2):
@@ -601,8 +607,6 @@ class TestOptions:
 
         with pytest.raises(ConfigError, match="layer_ops='fused': .*float64"):
             load(checkpoint, layer_ops="fused")
-        with pytest.raises(ConfigError, match="layer_ops='fused': it stores keys itself"):
-            load(checkpoint, layer_ops="fused", attention="torch", dtype="float32")
 
     def test_sampler(self, checkpoint: Path) -> None:
         with load(checkpoint, sampler="torch") as llm:
@@ -617,6 +621,9 @@ class TestOptions:
             expected = ids_of(llm, PROMPTS[:2], params)
         with load(checkpoint, **KERNELS) as llm:
             assert type(llm.engine.runner.sampler).__name__ == "FusedSampler"
+            assert type(llm.parts.model).__name__ == "FusedModel"
+            assert ids_of(llm, PROMPTS[:2], params) == expected
+        with load(checkpoint, **{**KERNELS, "attention": "torch"}) as llm:
             assert type(llm.parts.model).__name__ == "FusedModel"
             assert ids_of(llm, PROMPTS[:2], params) == expected
 

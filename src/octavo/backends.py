@@ -133,7 +133,7 @@ def choose_layer_ops(name: str, dtype: torch.dtype, device: torch.device) -> Lay
 
 
 def choose_layers(
-    name: str, attention: AttentionBackend, dtype: torch.dtype, device: torch.device
+    name: str, dtype: torch.dtype, device: torch.device
 ) -> Callable[[LlamaForCausalLM], CausalModel]:
     """What makes a model compute as `EngineConfig.layer_ops` says, with the same weights.
 
@@ -143,10 +143,7 @@ def choose_layers(
         from octavo.fused import fused_problem
         from octavo.fused_model import FusedModel
 
-        problem = fused_problem(device, dtype)
-        if problem is None and not attention.capturable:
-            problem = "it stores keys itself, which needs attention='triton' or 'flash'"
-        if _kernels_serve("layer_ops", "fused", name, problem):
+        if _kernels_serve("layer_ops", "fused", name, fused_problem(device, dtype)):
             return FusedModel
         name = "torch"
     return partial(_computing_with, choose_layer_ops(name, dtype, device))

@@ -106,6 +106,10 @@ class LLM:
         shape, eos = named_shape(model), list[int]()
         self.tokenizer: Tokenizer | TokenIdsOnly = TokenIdsOnly()
         if shape is not None:
+            if tokenizer is not None:
+                raise ConfigError(
+                    f"tokenizer={str(tokenizer)!r}: {model} has random weights"
+                )
             self.parts = self._assemble(config, shape, partial(random_model, shape))
         else:
             directory = resolve_model(model, logger.info)
@@ -132,7 +136,7 @@ class LLM:
         native = "torch" not in (config.attention, config.layer_ops)
         dtype = choose_dtype(config.dtype, model.dtype, device, native=native)
         attention = choose_attention(config.attention, model, dtype, device, size)
-        layers = choose_layers(config.layer_ops, attention, dtype, device)
+        layers = choose_layers(config.layer_ops, dtype, device)
         sampler = choose_sampler(config.sampler, dtype, device)
         graphs = choose_graphs(config, attention, sampler, device)
         loop = choose_overlap(config, device)

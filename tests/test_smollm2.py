@@ -226,6 +226,25 @@ def test_a_pool_so_small_that_requests_are_preempted_gives_the_same(
     assert tight_llm.scheduler.allocator.num_free_blocks == NUM_BLOCKS
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+@pytest.mark.parametrize("tight", [False, True], ids=["ample pool", "tight pool"])
+def test_a_card_gives_the_text_of_transformers(
+    directory: Path, oracle: Oracle, tight: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels, fused layers, graphs and overlap, all in float32; `transformers` on the CPU."""
+    small = {"block_size": 4, "num_kv_blocks": NUM_BLOCKS, "max_model_len": 384}
+    options = small if tight else {"max_model_len": 512, "kv_cache_memory": 2**30}
+    with LLM(
+        directory, dtype="float32", device="cuda", show_progress=False, **options
+    ) as llm:
+        outputs = llm.generate(oracle.prompts, GREEDY)
+        steps = llm.engine.runner.stats
+    compare(oracle, outputs, oracle.answers, capsys)
+    assert steps.num_graph_steps > 0
+    assert (num_preemptions(outputs) > 0) == tight
+
+
 def test_chat_text_is_the_text_of_transformers(
     llm: LLM, oracle: Oracle, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,32 +44,46 @@ def _share(
 
 @_jit
 def _merge(
-    out, partial, partial_lse, used, rows, dim, wanted,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
+    out, partial, partial_lse, used,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Add up `used` partial results, each weighed by its share of the softmax's sum."""
-    top, total, acc = _nothing(PAD_GROUP, PAD_DIM)
-    inside = rows < GROUP
-    for split in range(0, used):
+    """Add up `used` partial results, each weighed by its share of the softmax's sum.
+
+    AT_ONCE of them are asked for together, GROUP of HEADS rows each.
+    """
+    row, dim = tl.arange(0, HEADS), tl.arange(0, PAD_DIM)
+    in_group, in_head = row < GROUP, dim < HEAD_DIM
+    top, total, acc = _nothing(HEADS, PAD_DIM)
+    for start in range(0, used, AT_ONCE):
+        split = start + tl.arange(0, AT_ONCE)
+        place = split[:, None] * GROUP + row[None, :]
+        there = (split < used)[:, None] & in_group[None, :]
         # .cg: past the multiprocessor's own cache, which may not know other programs' writes.
-        mine = partial_lse + split * GROUP + rows
-        lse = tl.load(mine, mask=inside, other=0.0, cache_modifier=".cg")
-        part = partial + (split * GROUP + rows)[:, None] * HEAD_DIM + dim[None, :]
-        values = tl.load(part, mask=wanted, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, lse)
-        shrink, weight = tl.exp2(top - higher), tl.exp2(lse - higher)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + values * weight[:, None]
+        lse = tl.load(
+            partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg"
+        )
+        lse = tl.where(in_group[None, :], lse, 0.0)
+        values = tl.load(
+            partial + place[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=there[:, :, None] & in_head[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        higher = tl.maximum(top, tl.max(lse, 0))
+        shrink, weight = tl.exp2(top - higher), tl.exp2(lse - higher[None, :])
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 0)
         top = higher
     acc = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + rows[:, None] * HEAD_DIM + dim[None, :], acc, mask=wanted)
+    wanted = in_group[:, None] & in_head[None, :]
+    tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=wanted)
 
 
 @_jit
 def _finish_split(
     out, partial, partial_lse, arrived, top, total, acc, place, split, used,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr, MERGE_HERE: tl.constexpr,
+    PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_HERE: tl.constexpr,
 ):  # fmt: skip
     """Write the answer, or a share of it; the last program to arrive adds the shares up.
 
@@ -94,8 +108,8 @@ def _finish_split(
             before = tl.atomic_add(arrived + place, 1, sem="acq_rel")
             if before == used - 1:
                 tl.debug_barrier()
-                _merge(out, partial, partial_lse, used, rows, dim, wanted,
-                       GROUP, HEAD_DIM, PAD_GROUP, PAD_DIM)  # fmt: skip
+                _merge(out, partial, partial_lse, used,
+                       GROUP, HEAD_DIM, PAD_DIM, HEADS, AT_ONCE)  # fmt: skip
                 tl.store(arrived + place, 0)
 
 
@@ -104,6 +118,7 @@ def _decode_kernel(
     out, q, k_cache, v_cache, block_table, lengths, partial, partial_lse, arrived,
     scale, q_stride, out_stride, table_stride, token_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, AT_ONCE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MERGE_HERE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,6 +128,8 @@ def _decode_kernel(
     first, end, used = _share(length, split, TILE, SPLITS, MIN_TILES)
     if split >= used:
         return
+    k_base, v_base = k_cache + head * HEAD_DIM, v_cache + head * HEAD_DIM
+    table = block_table + sequence.to(tl.int64) * table_stride
     if PDL:
         gdc_wait()  # for q, and the keys of this step's tokens
         gdc_launch_dependents()
@@ -126,34 +143,31 @@ def _decode_kernel(
     top, total, acc = _nothing(PAD_GROUP, PAD_DIM)
     positions = tl.zeros([PAD_GROUP], tl.int32) + (length - 1)
     top, total, acc = _scan_keys(
-        queries, top, total, acc, k_cache + head * HEAD_DIM, v_cache + head * HEAD_DIM,
-        block_table + sequence.to(tl.int64) * table_stride, first, end, positions, token_stride,
+        queries, top, total, acc, k_base, v_base, table, first, end, positions, token_stride,
         BLOCK_SIZE, TILE, HEAD_DIM, PAD_DIM, MASKED=True, WITHIN=False,
     )  # fmt: skip
     _finish_split(
         out + sequence.to(tl.int64) * out_stride + mine, partial, partial_lse, arrived,
         top, total, acc, sequence * tl.num_programs(0) + head, split, used,
-        SPLITS, GROUP, HEAD_DIM, PAD_GROUP, PAD_DIM, MERGE_HERE,
+        SPLITS, GROUP, HEAD_DIM, PAD_GROUP, PAD_DIM, HEADS, AT_ONCE, MERGE_HERE,
     )  # fmt: skip
 
 
 @_jit
 def _merge_kernel(
     out, partial, partial_lse, lengths, out_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, AT_ONCE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     """The other way to merge: a second launch, one program a KV head and sequence."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     _, _, used = _share(tl.load(lengths + sequence), 0, TILE, SPLITS, MIN_TILES)
-    rows = tl.arange(0, PAD_GROUP)
-    dim = tl.arange(0, PAD_DIM)
-    wanted = (rows < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     place = sequence * tl.num_programs(0) + head
     _merge(
         out + sequence.to(tl.int64) * out_stride + head * GROUP * HEAD_DIM,
         partial + place * SPLITS * GROUP * HEAD_DIM, partial_lse + place * SPLITS * GROUP,
-        used, rows, dim, wanted, GROUP, HEAD_DIM, PAD_GROUP, PAD_DIM,
+        used, GROUP, HEAD_DIM, PAD_DIM, HEADS, AT_ONCE,
     )  # fmt: skip
 
 
@@ -200,11 +214,13 @@ def decode_attention(
     if splits > 1:
         most = max(tuning.programs, sequences * num_kv_heads * splits)
         scratch.reserve(most, group, head_dim)
+    heads = 1 << (group - 1).bit_length()  # no matrix unit merges: no need for 16
     shape = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "PAD_GROUP": _padded(group),
         "PAD_DIM": _padded(head_dim),
+        "HEADS": heads,
+        "AT_ONCE": max(1, 16 // heads),
         "TILE": tuning.tile,
         "SPLITS": splits,
         "MIN_TILES": max(1, tuning.min_keys // tuning.tile),
@@ -213,7 +229,7 @@ def decode_attention(
         out, q, k_cache, v_cache, block_table, lengths,
         scratch.partial, scratch.lse, scratch.arrived, head_dim**-0.5 * LOG2E,
         q.stride(0), out.stride(0), block_table.stride(0), num_kv_heads * head_dim,
-        **shape, BLOCK_SIZE=block_size, MERGE_HERE=tuning.merge_here,
+        **shape, PAD_GROUP=_padded(group), BLOCK_SIZE=block_size, MERGE_HERE=tuning.merge_here,
         num_warps=tuning.warps, num_stages=tuning.stages, **launch_options(out.device),
     )  # fmt: skip
     if splits > 1 and not tuning.merge_here:

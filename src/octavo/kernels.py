@@ -222,7 +222,7 @@ def default_tuning(
     if row > 256:
         return Tuning(tile=32, stages=4, query_tile=64, key_tile=32)
     query_tile = 64 if new_tokens < 768 else 128
-    if 32 < decodes <= 256:
+    if 32 <= decodes <= 256:
         return Tuning(tile=16, warps=1, stages=6, min_keys=32, query_tile=query_tile)
     return Tuning(query_tile=query_tile)
 

@@ -169,6 +169,24 @@ class TestRecord:
             [record] = [r for r in json.loads(file.read_text()) if r["name"] == name]
             assert (figure(record["median"]), figure(record["limit"])) == (median, limit)
 
+    def test_the_readme_quotes_other_engines(self) -> None:
+        """Each row of the table: ours, then as `peers.json` has them."""
+        root = Path(__file__).parents[1]
+        results = root / "benchmarks" / "results" / "nvidia-h200"
+        ours = {}
+        for stem in ("throughput", "latency"):
+            text = (results / f"{stem}_qwen3-0.6b-shape.json").read_text()
+            ours |= {r["name"]: r for r in json.loads(text)}
+        rows: dict[str, list[str]] = {}
+        for record in json.loads((results / "peers.json").read_text()):
+            name, engine = record["name"].removeprefix("peer/").split(", ")
+            ends = dict.fromkeys(figure(record[end]) for end in ("p10", "p90"))
+            rows.setdefault(name, [figure(ours[name]["median"])]).append(" to ".join(ends))
+            assert engine in ("nano-vLLM", "mini-sglang", "vLLM")
+        readme = (root / "README.md").read_text()
+        for name, (own, nano, mini, vllm) in rows.items():
+            assert f"| {own} | {mini} | {nano} | {vllm} |\n" in readme, name
+
     def test_names_for_files(self) -> None:
         assert slug("NVIDIA H200") == "nvidia-h200" and slug("a/B c.gguf") == "a-b-c.gguf"
 

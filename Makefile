@@ -65,7 +65,7 @@ bench-gpu: $(RUNTIME)  ## octavo bench on this card, records in benchmarks/resul
 	@$(BIN)/octavo bench latency --device cuda --model llama-3.1-8b-shape --out $(RESULTS) $(ARGS)
 	@$(BIN)/octavo bench kernels --device cuda --model qwen3-0.6b-shape --out $(RESULTS) $(ARGS)
 
-lint: $(DEV)  ## ruff, mypy and spelling, in seconds
+lint: $(DEV)  ## ruff, mypy and spelling; runs no code of the book
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check --quiet .
 	@$(PY) -m tools.cellstyle check

@@ -6,6 +6,11 @@ Requests and settings; what may be wrong with a checkpoint is tested beside its 
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +24,7 @@ from helpers import (
     serve,
     tiny_engine,
 )
+from tiny_checkpoint import write_tiny_checkpoint
 
 from octavo.config import ConfigError, EngineConfig
 from octavo.engine import Engine, expand_params
@@ -361,3 +367,40 @@ def test_a_step_budget_alone_is_no_contradiction() -> None:
     engine = tiny_engine(max_num_batched_tokens=16, max_model_len=16)
     (answer,) = serve(engine, [[1, 2]], GREEDY)
     assert len(answer.token_ids) == 4
+
+
+# What the command says about it
+
+
+def test_a_lowered_length_is_one_plain_line_of_the_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from octavo.cli import main
+
+    model = str(write_tiny_checkpoint(tmp_path))
+    options = ["--num-kv-blocks", "4", "--device", "cpu", "--attention", "torch"]
+    shown = warnings.showwarning
+    assert main(["run", model, "-p", "Hi", "--max-tokens", "2", *options]) == 0
+    said = [r.getMessage() for r in caplog.records if "max_model_len" in r.getMessage()]
+    assert len(said) == 1 and said[0].endswith("max_model_len is lowered to that")
+    assert "\n" not in said[0] and caplog.records[0].name == "octavo"
+    assert "UserWarning" not in capsys.readouterr().err + caplog.text
+    assert warnings.showwarning is shown  # a caller of main gets its own back
+
+
+@pytest.mark.slow
+def test_a_start_that_compiles_several_kernels_says_so_once(tmp_path: Path) -> None:
+    code = (
+        "import logging, torch\nfrom octavo import native\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "if native.can_compile():\n"
+        "    for dtype in (torch.float32, torch.bfloat16):\n"
+        "        native.build('element twice(element x) {return x + x;}', dtype)\n"
+    )
+    environment = {**os.environ, "OCTAVO_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    compiled = len(list(tmp_path.glob("native/*.so")))
+    assert done.returncode == 0 and compiled in (0, 3), done.stderr
+    assert done.stderr.count("compiling the C kernels") == bool(compiled)

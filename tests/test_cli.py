@@ -8,23 +8,25 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from tiny_checkpoint import write_tiny_checkpoint
 
 from octavo import LLM, SamplingParams, cli
 from octavo.cli import demo_jobs, main
 from octavo.config import EngineConfig
-from octavo.jobs import make_job, read_jobs
+from octavo.jobs import Job, make_job, read_jobs
 from octavo.llm import RequestOutput
 from octavo.options import ENGINE_OPTIONS
-from octavo.outputs import RequestDelta
+from octavo.outputs import CompletionOutput, RequestDelta, RequestMetrics, refusal
+from octavo.request import FinishReason, RequestError
 from octavo.screens import PanelScreen
 
 QUICK = ("--temperature", "0", "--max-tokens", "8", "--dtype", "float64")
@@ -47,6 +49,81 @@ class FakeTerminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+class Window(io.StringIO):
+    """What a terminal keeps of an output: rows that can be drawn over only while in view."""
+
+    def __init__(self, width: int, height: int) -> None:
+        super().__init__()
+        self.height, self.rows, self.row = height, [""], 0
+        self.missed = 0
+        """How often something meant a row that had scrolled out."""
+        self.console = Console(file=self, force_terminal=True, width=width, height=height)
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        for part in re.split(r"(\n|\r|\x1b\[[?\d;]*[A-Za-z])", text):
+            if part == "\n":
+                self.row += 1
+                self.rows += [""] * (self.row == len(self.rows))
+            elif part == "\x1b[1A" and self.row <= len(self.rows) - self.height:
+                self.missed += 1
+            elif part == "\x1b[1A":
+                self.row -= 1
+            elif part == "\x1b[2K":
+                self.rows[self.row] = ""
+            elif part != "\r" and not part.startswith("\x1b["):
+                self.rows[self.row] += part
+        return super().write(text)
+
+    def resize(self, width: int, height: int) -> None:
+        self.height, self.console.size = height, ConsoleDimensions(width, height)
+
+    def panels(self) -> list[tuple[str, str]]:
+        """Titles and texts, from the top."""
+        found: list[list[str]] = []
+        for row in self.rows:
+            if row.startswith("╭─ ["):
+                found.append([row.strip("╭─╮ ")])
+            elif row.startswith("│"):
+                found[-1].append(row.strip("│ "))
+        return [(title, " ".join(texts)) for title, *texts in found]
+
+
+def watch(window: Window, jobs: list[Job], deltas: Iterable[RequestDelta]) -> None:
+    """All of it through a screen that is drawn anew after each piece."""
+    screen = PanelScreen(window.console)
+    screen.start(jobs)
+    for delta in deltas:
+        screen.show(delta)
+        screen.live.refresh()
+    screen.stop()
+
+
+def written(job: str, count: int, index: int = 0) -> Iterator[RequestDelta]:
+    """An answer of `count` tokens, and of as many words, as it comes."""
+    pieces = [f"{job}w{number} " for number in range(count)]
+    times = RequestMetrics(1, 0, 0, 0.0, 0.0, 0.0)
+    text, ids = "".join(pieces), [0] * count
+    last = CompletionOutput(index, text, ids, FinishReason.STOP, metrics=times)
+    for number, piece in enumerate(pieces):
+        yield RequestDelta(job, index, piece, [0], last if number == count - 1 else None)
+
+
+def in_turn(*answers: Iterable[RequestDelta]) -> Iterator[RequestDelta]:
+    """A piece of each, as long as it has any."""
+    for step in itertools.zip_longest(*answers):
+        yield from (delta for delta in step if delta is not None)
+
+
+def positions(window: Window) -> list[str]:
+    """Where the bar stood, each place once."""
+    plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", window.getvalue())
+    found = re.findall(r"(\d+/[\d?]+) +tokens", plain)
+    return [place for place, _ in itertools.groupby(found)]
 
 
 Octavo = Callable[..., Outcome]
@@ -467,6 +544,153 @@ class TestTerminal:
         screen.stop()
         assert f"[{name}] {text}" in out.getvalue()
         assert "The [b]answer" in out.getvalue()
+
+    @pytest.mark.parametrize(
+        ("prompts", "width", "height"),
+        [(8, 80, 24), (3, 80, 24), (1, 80, 24), (12, 80, 24), (8, 100, 50), (5, 24, 7),
+         (3, 80, 4), (2, 80, 2)],
+    )  # fmt: skip
+    def test_each_answer_is_there_once_and_whole(
+        self, prompts: int, width: int, height: int
+    ) -> None:
+        window = Window(width, height)
+        window.write("before\n")
+        names = [str(number) for number in range(prompts)]
+        answers = [list(written(name, 40 + int(name))) for name in names]
+        jobs = [make_job(name, f"p{name}", SamplingParams(max_tokens=99)) for name in names]
+        watch(window, jobs, in_turn(*answers))
+        whole = ["".join(delta.text for delta in answer).strip() for answer in answers]
+        titles = [f"[{name}] p{name}" for name in names]
+        assert window.panels() == list(zip(titles, whole, strict=True))
+        assert window.rows[0] == "before" and window.missed == 0
+        assert {row[:1] for row in window.rows[1:]} <= {"╭", "│", "╰", ""}
+
+    def test_the_live_part_shows_the_last_lines_of_each(self) -> None:
+        window = Window(80, 24)
+        screen = PanelScreen(window.console)
+        screen.start([make_job(name, name, SamplingParams()) for name in "abc"])
+        for delta in in_turn(*(list(written(name, 200))[:150] for name in "abc")):
+            screen.show(delta)
+        screen.live.refresh()
+        in_view = dict(window.panels())
+        rows, (bar,) = len(window.rows), (row for row in window.rows if "tokens" in row)
+        screen.stop()
+        assert [text.split()[-1] for text in in_view.values()] == [
+            "aw149",
+            "bw149",
+            "cw149",
+        ]
+        assert all(text.split()[0] != f"{text[0]}w0" for text in in_view.values())
+        assert rows == 3 * 7 + 1 and "3 unfinished" in bar and "450/768" in bar
+        assert window.panels()[0][1].startswith("aw0 aw1")  # interrupted: what there is
+
+    def test_of_a_long_answer_only_the_end_is_laid_out(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        window, laid_out, draw = Window(80, 24), [], PanelScreen._panel
+
+        def spy(self: PanelScreen, key: tuple[str, int], text: str) -> Any:
+            laid_out.append(len(text))
+            return draw(self, key, text)
+
+        monkeypatch.setattr(PanelScreen, "_panel", spy)
+        screen = PanelScreen(window.console)
+        screen.start([make_job(name, name, SamplingParams()) for name in "ab"])
+        for name in "ab":
+            screen.show(RequestDelta(name, 0, "word " * 50_000 + "end", [0]))
+        screen.live.refresh()
+        assert [text.split()[-1] for _, text in window.panels()] == ["end", "end"]
+        assert len(window.rows) == 2 * 11 + 1 and max(laid_out) < 2 * 80 * 24
+        screen.stop()
+
+    def test_answers_stand_in_the_order_of_the_prompts(self) -> None:
+        window = Window(80, 24)
+        screen = PanelScreen(window.console)
+        screen.start([make_job(name, name, SamplingParams()) for name in "abc"])
+        for delta in (*written("c", 3), *written("a", 3)):
+            screen.show(delta)
+        assert [title for title, _ in window.panels()[:1]] == ["[a] a"]  # for good
+        for delta in written("b", 3):
+            screen.show(delta)
+        assert [title for title, _ in window.panels()] == ["[a] a", "[b] b", "[c] c"]
+        screen.stop()
+        assert len(window.panels()) == 3
+
+    @pytest.mark.parametrize("size", [(120, 40), (50, 12), (80, 9)])
+    def test_a_window_may_change_its_size(self, size: tuple[int, int]) -> None:
+        window = Window(80, 24)
+        screen = PanelScreen(window.console)
+        screen.start([make_job(str(n), "p", SamplingParams()) for n in range(8)])
+        deltas = list(in_turn(*(written(str(n), 50) for n in range(8))))
+        for number, delta in enumerate(deltas):
+            if number == 200:
+                window.resize(*size)
+            screen.show(delta)
+            screen.live.refresh()
+            if number == 200:  # what the first drawing can't reach any more
+                window.missed = 0
+        screen.stop()
+        whole = [" ".join(f"{n}w{i}" for i in range(50)) for n in range(8)]
+        assert window.missed == 0
+        assert [text for _, text in window.panels()[-8:]] == whole
+        assert len(window.panels()) == 8 or size[1] < 24
+
+    def test_without_colours_the_panels_are_the_same(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        jobs = [make_job(name, name, SamplingParams()) for name in "ab"]
+        coloured = Window(80, 24)
+        watch(coloured, jobs, in_turn(*(written(name, 90) for name in "ab")))
+        monkeypatch.setenv("NO_COLOR", "1")
+        plain = Window(80, 24)
+        watch(plain, jobs, in_turn(*(written(name, 90) for name in "ab")))
+        assert plain.panels() == coloured.panels() and plain.missed == 0
+        assert re.search(r"\x1b\[[\d;]*3\d", coloured.getvalue())
+        assert not re.search(r"\x1b\[[\d;]*3\d", plain.getvalue())
+
+    def test_the_bar_counts_tokens(self) -> None:
+        window, params = Window(80, 24), SamplingParams(max_tokens=10)
+        jobs = [make_job(name, name, params) for name in "ab"]
+        watch(window, jobs, in_turn(written("a", 10), written("b", 4)))
+        before = [f"{done}/20" for done in range(8)]
+        assert positions(window) == [*before, *(f"{done}/14" for done in range(8, 15))]
+
+    def test_the_bar_without_a_limit(self) -> None:
+        window = Window(80, 24)
+        limits = {"a": SamplingParams(max_tokens=None), "b": SamplingParams(max_tokens=5)}
+        jobs = [make_job(name, name, params) for name, params in limits.items()]
+        watch(window, jobs, (*written("a", 3), *written("b", 2)))
+        assert positions(window) == ["0/?", "1/?", "2/?", "3/8", "4/8", "5/5"]
+
+    def test_a_refusal_is_one_word_for_all_n(self) -> None:
+        window, params = Window(80, 24), SamplingParams(n=3, max_tokens=5)
+        jobs = [make_job(name, name, params) for name in "ab"]
+        refused = RequestDelta("a", 0, "", (), refusal(RequestError("no")))
+        answers = (written("b", 5, index=index) for index in range(3))
+        watch(window, jobs, (refused, *in_turn(*answers)))
+        assert positions(window)[-1] == "15/15"
+        assert [title for title, _ in window.panels()] == ["[a] a"] + 3 * ["[b] b"]
+
+    @pytest.mark.parametrize("command", ["run", "demo"])
+    def test_the_commands_draw_on_a_terminal(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    ) -> None:
+        """With the drawing in a thread, as it is in life."""
+        window = Window(80, 24)
+        monkeypatch.setattr(sys, "stdout", window)
+        for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "xterm"}.items():
+            monkeypatch.setenv(name, value)
+        texts = [job.title for job in demo_jobs()]
+        args = ["--dtype", "float64"]
+        if command == "run":
+            texts = [f"Prompt {number}" for number in range(8)]
+            args += ["--max-tokens", "60", *(a for text in texts for a in ("-p", text))]
+        assert main([command, str(checkpoint), *args]) == 0
+        shown = [row for row in window.rows if row.startswith("╭─ [")]
+        assert len(shown) == len(texts) and window.missed == 0
+        for row, (number, text) in zip(shown, enumerate(texts, 1), strict=True):
+            assert row.startswith(f"╭─ [{number}] {text[:60]}")
+        assert "tokens" in window.getvalue() and "unfinished" not in "".join(window.rows)
 
     def test_any_readable_line_has_a_title(self) -> None:
         jobs = read_jobs(TestFile.LINES, SamplingParams(), None, False)

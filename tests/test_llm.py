@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rich.progress
 import torch
 from tiny_checkpoint import END, START, VOCAB_SIZE, write_tiny_checkpoint
 
@@ -22,6 +27,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 import octavo
+import octavo.progress
 from octavo import (
     LLM,
     ConfigError,
@@ -36,6 +42,7 @@ from octavo.attention import TorchAttention
 from octavo.backends import choose_graphs
 from octavo.config import tiny_config
 from octavo.diagrams import read_results
+from octavo.engine import Engine
 from octavo.kernels import triton_problem
 from octavo.kv_cache import DeviceMemory, block_bytes
 from octavo.layers import TorchOps
@@ -750,6 +757,41 @@ class TestProgress:
             assert "generating" in capsys.readouterr().err
             llm.generate("Hi", GREEDY, show_progress=False)
             assert capsys.readouterr().err == ""
+
+    def test_the_bar_of_answers_counts_tokens(
+        self,
+        checkpoint: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Three answers of one length end in one step; the bar has moved before."""
+        step = Engine.step
+        monkeypatch.setattr(Engine, "step", lambda self: time.sleep(0.03) or step(self))
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        with load(checkpoint, show_progress=True) as llm:
+            llm.generate(["Hi", "Ho", b""] + PROMPTS[:1], params)
+        err = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", capsys.readouterr().err)
+        places = [int(done) for done in re.findall(r"(\d+)/72 tokens", err)]
+        assert len(set(places)) > 3 and places == sorted(places) and places[-1] == 72
+
+    def test_a_bar_is_not_moved_oftener_than_it_is_drawn(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        moves: list[float] = []
+        update = rich.progress.Progress.update
+
+        def spy(self: Any, *args: Any, **fields: Any) -> None:
+            moves.append(fields["completed"])
+            update(self, *args, **fields)
+
+        monkeypatch.setattr(rich.progress.Progress, "update", spy)
+        now = itertools.count()
+        clock = SimpleNamespace(monotonic=lambda: next(now) / 1000)
+        monkeypatch.setattr(octavo.progress, "time", clock)
+        with octavo.progress.ProgressBar("generating", 999, True, "tokens") as bar:
+            for done in range(1, 1000):
+                bar.set(done, 999)
+        assert moves[0] == 1 and moves[-1] == 999 and len(moves) == 11
 
     def test_none_are_drawn_into_a_pipe(
         self, checkpoint: Path, capsys: pytest.CaptureFixture[str]

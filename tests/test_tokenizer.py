@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -502,6 +503,41 @@ def test_no_chat_template_and_a_broken_one_are_request_errors() -> None:
     with pytest.raises(RequestError, match="no chat template"):
         byte_level().render_chat(HELLO)
     with pytest.raises(RequestError, match="chat template"):
+        byte_level(chat_template="{% for %}").render_chat(HELLO)
+
+
+BROKEN_TEMPLATE = "{% for m in messages %}\n{{ m.content }\n{% endfor %}"
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_template_that_is_no_jinja_is_blamed_itself_not_a_message(
+    tmp_path: Path, file: str, count: int
+) -> None:
+    byte_level()._hf.save_pretrained(tmp_path)
+    settings_file = tmp_path / "tokenizer_config.json"
+    if file == settings_file.name:
+        settings_of = json.loads(settings_file.read_text())
+        settings_of["chat_template"] = BROKEN_TEMPLATE
+        settings_file.write_text(json.dumps(settings_of))
+    else:
+        (tmp_path / file).write_text(BROKEN_TEMPLATE)
+    with pytest.raises(RequestError) as caught:
+        Tokenizer.from_pretrained(tmp_path).render_chat(HELLO * count)
+    assert f"the chat template in {tmp_path / file} is broken at line 2" in str(
+        caught.value
+    )
+    assert "unexpected '}'" in str(caught.value) and "messages[" not in str(caught.value)
+
+
+def test_a_broken_template_that_was_passed_is_named_as_such() -> None:
+    tokenizer = byte_level(chat_template=LLAMA3_STYLE)
+    for broken in (BROKEN_TEMPLATE, "\n{{ 1 | nofilter }}"):
+        with pytest.raises(
+            RequestError, match="the chat_template that was passed is broken"
+        ):
+            tokenizer.render_chat(HELLO, chat_template=broken)
+    with pytest.raises(RequestError, match="the chat template is broken at line 1"):
         byte_level(chat_template="{% for %}").render_chat(HELLO)
 
 

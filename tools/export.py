@@ -105,7 +105,7 @@ def module_files(package: Package) -> dict[str, str]:
         files.setdefault(
             path, '"""Generated: the chapters below it fill this package."""\n'
         )
-    return files
+    return {**files, "py.typed": ""}  # PEP 561: its types are for its users too
 
 
 def tidy(folder: Path, config: Path) -> None:
@@ -131,7 +131,8 @@ def export(book: Book, notebooks: list[Path] | None = None) -> list[Path]:
 
 def _install(staged: Path, target: Path) -> list[Path]:
     """Make `target` hold exactly the staged modules, touching only what differs."""
-    wanted = {path.relative_to(staged): path for path in staged.rglob("*.py")}
+    files = (path for path in staged.rglob("*") if path.is_file())
+    wanted = {path.relative_to(staged): path for path in files}
     changed = []
     for old in target.rglob("*.py"):
         if old.relative_to(target) not in wanted:

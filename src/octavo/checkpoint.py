@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from octavo.config import ModelLoadError
+from octavo.native import cache_root
 
 __all__ = [
     "DTYPE_BYTES",
     "StoredTensor",
+    "how_to_replace",
     "open_safetensors",
     "read_table",
     "stored_tensors",
@@ -40,6 +43,19 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+_CONVERTED = re.compile(r".+-([0-9a-f]{12}|[0-9a-f]{8}-v\d+)")  # what module hub calls them
+
+
+def how_to_replace(path: Path, in_general: str = "delete it and download it again") -> str:
+    """What to do about a damaged checkpoint, so that the next start gets a whole one."""
+    for folder in (path, *path.parents):
+        if folder.parent == cache_root() and _CONVERTED.fullmatch(folder.name):
+            return f"remove the directory {folder}: it is made again at the next start"
+        if folder.name == "snapshots" and folder.parent.name.startswith("models--"):
+            return f"remove the directory {folder.parent}: it is downloaded again then"
+    return in_general
+
+
 def open_safetensors(file: Path) -> safe_open:
     """Map a safetensors file; its header is checked against the file's length."""
     try:
@@ -47,7 +63,7 @@ def open_safetensors(file: Path) -> safe_open:
     except (SafetensorError, OSError, ValueError) as cause:
         raise ModelLoadError(
             f"{file} can't be read as safetensors ({cause}): it is missing, truncated, "
-            "corrupt, or a Git LFS pointer in its place; delete it and download it again"
+            f"corrupt, or a Git LFS pointer in its place; {how_to_replace(file)}"
         ) from cause
 
 

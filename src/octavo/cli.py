@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -317,13 +318,20 @@ def _demo_summary(llm: LLM) -> str:
     )
 
 
+def _show_warning(message: Warning | str, *place: Any, **named: Any) -> None:
+    """Stands in for `warnings.showwarning`; its place in the source is of no use here."""
+    logging.getLogger("octavo").warning("%s", message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `octavo` command; returns the exit status."""
     logging.basicConfig(format="octavo: %(message)s", stream=sys.stderr)
     logging.getLogger("octavo").setLevel(logging.INFO)
     args = make_parser().parse_args(argv)
     try:
-        return args.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return args.run(args)
     except OctavoError as error:
         print(f"octavo: error: {error}", file=sys.stderr)
         return 1

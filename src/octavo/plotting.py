@@ -207,14 +207,26 @@ def _label_lines(axes: Axes, plot: Plot, colors: list[str]) -> None:
         label.set(fontsize=9, transform=axes.transAxes)
 
 
+def _steps(values: list[float]) -> tuple[float, ...]:
+    """Numbers to write within a power of ten: the shorter a logarithmic axis, the more."""
+    span = max(values) / min(values)
+    return (1, 1.5, 2, 3, 5, 7) if span < 6 else (1, 2, 5) if span < 150 else (1,)
+
+
 def _set_axes(axes: Axes, plot: Plot) -> None:
     """Title, labels, scales and a light grid; numbers are written out, not as powers."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_title(plot.title, loc="left")
     axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel)
     axes.set(xscale="log" if plot.log_x else "linear")
     axes.set(yscale="log" if plot.log_y else "linear")
+    if plot.log_x:
+        steps = _steps([x for series in plot.series for x in series.x])
+        axes.xaxis.set_major_locator(LogLocator(subs=steps))
+    if plot.log_y:
+        steps = _steps([y for series in plot.series for y in series.medians()])
+        axes.yaxis.set_major_locator(LogLocator(subs=steps))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axis.set_minor_formatter(NullFormatter())

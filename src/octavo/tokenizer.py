@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from octavo.config import ModelLoadError
 from octavo.detokenizer import REPLACEMENT
 from octavo.request import RequestError
@@ -146,10 +148,28 @@ class Tokenizer:
         try:
             return self._hf.apply_chat_template(chat, **template_kwargs)
         except Exception as error:  # a template is a program and may raise anything
-            index = self._find_refused(chat, str(error), template_kwargs)
             raise RequestError(
-                f"the chat template refused messages[{index}] (role {chat[index]['role']!r}): {error}"
+                self._explain_failure(error, chat, template_kwargs)
             ) from error
+
+    def _explain_failure(self, error: Exception, chat: list[dict], kwargs: dict) -> str:
+        """Why a chat has no text: the template is broken, or it refused a message."""
+        if isinstance(error, TemplateSyntaxError):
+            place = f"is broken at line {error.lineno} ({error.message})"
+            if kwargs.get("chat_template"):
+                return f"the chat_template that was passed {place}: mend it there"
+            remedy = "fetch the file again, or pass chat_template='...'"
+            return f"the chat template{self._template_file()} {place}: {remedy}"
+        index = self._find_refused(chat, str(error), kwargs)
+        role = chat[index]["role"]
+        return f"the chat template refused messages[{index}] (role {role!r}): {error}"
+
+    def _template_file(self) -> str:
+        """Where the model's template was read from, such as " in x.jinja"; empty if unknown."""
+        names = ("chat_template.jinja", "tokenizer_config.json")
+        files = [Path(self._hf.name_or_path) / name for name in names]
+        known = [file for file in files if self._hf.name_or_path and file.is_file()]
+        return f" in {known[0]}" if known else ""
 
     def _find_refused(self, chat: list[dict], complaint: str, kwargs: dict) -> int:
         """Index of the first message with which the template makes the same complaint."""

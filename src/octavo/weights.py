@@ -12,7 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint import DTYPE_BYTES, StoredTensor, open_safetensors, stored_tensors
+from octavo.checkpoint import (
+    DTYPE_BYTES,
+    StoredTensor,
+    how_to_replace,
+    open_safetensors,
+    stored_tensors,
+)
 from octavo.config import ModelConfig, ModelLoadError
 from octavo.hf_config import read_model_config
 from octavo.layers import MergedLinear
@@ -81,11 +87,32 @@ def load_weights(
     for file in dict.fromkeys(stored[name].file for name in targets):
         with open_safetensors(file) as opened:
             for name in [name for name in targets if stored[name].file == file]:
-                targets.pop(name).copy_(opened.get_tensor(name))
+                _copy_tensor(stored[name], opened.get_tensor(name), targets.pop(name))
                 done += stored[name].num_bytes
                 if progress is not None:
                     progress(done, total)
     _check_tied_head(model, stored)
+
+
+def _copy_tensor(stored: StoredTensor, given: Tensor, target: Tensor) -> None:
+    """Copy into the model; `ModelLoadError` where what arrives isn't finite."""
+    target.copy_(given)
+    if _all_finite(target):
+        return
+    where = f"tensor {stored.name} in {stored.file}"
+    if _all_finite(given):
+        kind = str(target.dtype).removeprefix("torch.")
+        raise ModelLoadError(
+            f"{where} has numbers too large for {kind}; use bfloat16 or float32"
+        )
+    raise ModelLoadError(
+        f"{where} holds infinities or NaN, so the file is corrupt; "
+        f"{how_to_replace(stored.file)}"
+    )
+
+
+def _all_finite(x: Tensor) -> bool:
+    return all(bool(edge.isfinite()) for edge in torch.aminmax(x))
 
 
 def load_model(
@@ -113,7 +140,8 @@ def check_tensors(
     if missing := targets.keys() - stored.keys():
         raise ModelLoadError(
             f"{where} lacks tensor {_list(missing)}; the checkpoint is incomplete, or its "
-            "config.json describes another model (tied head? biases?): download it again"
+            "config.json describes another model (tied head? biases?): "
+            f"{how_to_replace(where, 'download it again')}"
         )
     extra = [
         name for name in stored.keys() - targets.keys() if not _is_surplus(name, targets)

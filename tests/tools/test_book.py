@@ -148,7 +148,7 @@ def test_removed_chapters_take_their_files_along(built: Book) -> None:
 def test_an_empty_book_builds(tmp_path: Path) -> None:
     book = Book(tmp_path)
     book.chapters_dir.mkdir()
-    assert [path.name for path in build(book)] == ["__init__.py"]
+    assert [path.name for path in build(book)] == ["__init__.py", "py.typed"]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ def test_package_equals_book_sees_edited_text_and_stray_modules(built: Book) -> 
     (built.package_dir / "stray.py").write_text("X = 1\n", "utf-8")
     assert "stray.py differs" in problems(built, "package equals book")
     build(built)
+    (built.package_dir / "py.typed").unlink()
+    assert "py.typed differs" in problems(built, "package equals book")
+    build(built)
     edit(built, "## Doubling", "## Twice")
     assert "nbs/01_boxes.ipynb differs" in problems(built, "package equals book")
 
@@ -114,6 +117,14 @@ def test_spelling(built: Book) -> None:
     wrong = "te" + "h"
     edit(built, "has a size", f"has {wrong} size")
     assert f"chapters/01_boxes.md:3: {wrong} ==> the" in problems(built, "spelling")
+
+
+@pytest.mark.parametrize("name", ["notes.md", "measure.py"])
+def test_spelling_of_what_lies_in_benchmarks(built: Book, name: str) -> None:
+    path = built.root / "benchmarks" / name
+    path.parent.mkdir()
+    path.write_text("# measured on " + "te" + "h card\n", "utf-8")
+    assert f"benchmarks/{name}:1: " in problems(built, "spelling")
 
 
 def test_unknown_names_are_refused(book: Book) -> None:

@@ -45,7 +45,7 @@ def _cells(path: Path) -> Any:
 
 
 def _modules(book: Book) -> dict[str, str]:
-    files = book.package_dir.rglob("*.py")
+    files = [*book.package_dir.rglob("*.py"), *book.package_dir.glob("py.typed")]
     return {str(p.relative_to(book.package_dir)): p.read_text("utf-8") for p in files}
 
 

@@ -15,6 +15,7 @@ SPELT = (
     "tools",
     "tests",
     "docs",
+    "benchmarks",
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octavo.collector import resting_collector
 from octavo.outputs import Answer, CompletionOutput, RequestDelta, TextCodec, refusal
 from octavo.request import (
     Plan,
@@ -265,12 +266,13 @@ class Engine:
     def _drain(
         self, names: Sequence[str], inbox: deque[RequestDelta]
     ) -> Iterator[RequestDelta]:
-        while inbox or any(name in self._groups for name in names):
-            if not inbox:
-                others = [d for d in self.step() if d.request_id not in self._inboxes]
-                self._unsent.extend(others)
-            while inbox:
-                yield inbox.popleft()
+        with resting_collector():
+            while inbox or any(name in self._groups for name in names):
+                if not inbox:
+                    others = [d for d in self.step() if d.request_id not in self._inboxes]
+                    self._unsent.extend(others)
+                while inbox:
+                    yield inbox.popleft()
 
     def _advance(
         self, answer: Answer, token_ids: Sequence[int], now: float

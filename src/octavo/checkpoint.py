@@ -43,7 +43,8 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-_CONVERTED = re.compile(r".+-([0-9a-f]{12}|[0-9a-f]{8}-v\d+)")  # what module hub calls them
+# As module hub names converted models: after a .gguf file, or a wheel and the version.
+_CONVERTED = re.compile(r".+-([0-9a-f]{12}|[0-9a-f]{8}-v\d+)")
 
 
 def how_to_replace(path: Path, in_general: str = "delete it and download it again") -> str:

@@ -17,7 +17,8 @@ class _Rest:
     """How many want the collector to rest, and whether it was we who laid it to rest."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a collection may close a stream within `begin`
+        # Not a Lock: within `begin` a collection may end a forgotten stream, which calls `end`.
+        self.lock = threading.RLock()
         self.users, self.ours = 0, False
 
     def begin(self) -> None:

@@ -64,7 +64,7 @@ def _merge(
         lse = tl.load(
             partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg"
         )
-        lse = tl.where(in_group[None, :], lse, 0.0)  # rows that fill up: any finite number
+        lse = tl.where(in_group[None, :], lse, 0.0)  # padding: -inf minus -inf would be NaN
         values = tl.load(
             partial + place[:, :, None] * HEAD_DIM + dim[None, None, :],
             mask=there[:, :, None] & in_head[None, None, :], other=0.0, cache_modifier=".cg",

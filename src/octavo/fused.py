@@ -186,7 +186,7 @@ def _rotate_store_kernel(
         gain1 = _gain(q_weight, k_weight, dim, in_half, is_q, is_k)
         gain2 = _gain(q_weight + HALF, k_weight + HALF, dim, in_half, is_q, is_k)
     _wait_for_inputs(PDL)
-    _let_next_start(PDL)  # not earlier: attention would wait where products still read
+    _let_next_start(PDL)  # not earlier: attention would only wait, in the products' way
     here = head[:, None] * HEAD_DIM + dim[None, :]
     inside = (is_q | is_k | is_v)[:, None] & in_half[None, :]
     one = tl.load(qkv + token * stride + here, mask=inside, other=0.0).to(tl.float32)

@@ -20,6 +20,7 @@ from octavo.config import (
     RopeConfig,
     require_int,
 )
+from octavo.hf_fields import read_names, read_switch, require_supported
 
 __all__ = ["rope_from_hf", "model_config_from_hf", "read_model_config"]
 
@@ -30,31 +31,6 @@ _ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
-
-
-def _require_supported(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(
-            f"{name} {value!r} isn't supported; Octavo runs {', '.join(choices)}: choose a "
-            "checkpoint with one of these"
-        )
-
-
-def _switch(config: Mapping[str, Any], name: str, absent: bool = False) -> bool:
-    """True or false; `absent` where there is no entry or null."""
-    given = config.get(name)
-    if given not in (None, True, False):
-        raise ConfigError(f"{name}={given!r}: give true or false")
-    return absent if given is None else bool(given)
-
-
-def _names(config: Mapping[str, Any], key: str) -> list[str]:
-    """A list of names, where a single one may stand alone; empty if there is no entry."""
-    given = config.get(key) or []
-    names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{key}={given!r}: give a list of names")
-    return names
 
 
 def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +55,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
     """
     given = _rope_settings(config)
     kind = given.get("rope_type", given.get("type", "default"))
-    _require_supported("rope type", kind, ROPE_TYPES)
+    require_supported("rope type", kind, ROPE_TYPES)
     if missing := [name for name in _ROPE_NEEDS[kind] if name not in given]:
         raise ConfigError(
             f"rope type {kind!r} needs {', '.join(missing)}; take the complete config.json "
@@ -116,7 +92,7 @@ def _scaled_rope_fields(
     if kind == "llama3":
         return fields | {name: given[name] for name in _ROPE_NEEDS["llama3"]}
     fields["factor"] = given.get("factor") or _length_ratio(longest, original)
-    fields["truncate"] = _switch(given, "truncate", True)
+    fields["truncate"] = read_switch(given, "truncate", True)
     return fields | {name: given[name] for name in YARN_NUMBERS if given.get(name)}
 
 
@@ -127,9 +103,9 @@ _QUANTISED = ("quantization_config", "compression_config", "quantization")
 def _read_architecture(config: Mapping[str, Any]) -> str:
     """The first supported name in `architectures`; by `model_type` where there is none."""
     kind = str(config.get("model_type"))
-    names = _names(config, "architectures") or [_MODEL_TYPES.get(kind, kind)]
+    names = read_names(config, "architectures") or [_MODEL_TYPES.get(kind, kind)]
     found = next((name for name in names if name in SUPPORTED_ARCHITECTURES), names[0])
-    _require_supported("architecture", found, SUPPORTED_ARCHITECTURES)
+    require_supported("architecture", found, SUPPORTED_ARCHITECTURES)
     return found
 
 
@@ -147,9 +123,9 @@ def _refuse_quantised(config: Mapping[str, Any]) -> None:
 
 def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int) -> None:
     """Refuse models in which some layer sees only the most recent tokens."""
-    kinds = _names(config, "layer_types")
+    kinds = read_names(config, "layer_types")
     partial = sorted(set(kinds) - {"full_attention"})
-    window = config.get("sliding_window") if _switch(config, "use_sliding_window") else None
+    window = read_switch(config, "use_sliding_window") and config.get("sliding_window")
     whole_layers = config.get("max_window_layers")
     if window and not kinds and whole_layers is not None:
         require_int("max_window_layers", whole_layers, 0)
@@ -174,13 +150,13 @@ def _read_dtype(config: Mapping[str, Any]) -> str:
     """The checkpoint's dtype: `dtype` (newer) or `torch_dtype`; absent means float32."""
     given = config.get("dtype") or config.get("torch_dtype") or "float32"
     name = str(given).removeprefix("torch.")
-    _require_supported("dtype", name, tuple(DTYPE_BYTES))
+    require_supported("dtype", name, tuple(DTYPE_BYTES))
     return name
 
 
 def _read_activation(config: Mapping[str, Any]) -> str:
     given = config.get("hidden_act", "silu")
-    _require_supported("hidden_act", given, ("silu",))
+    require_supported("hidden_act", given, ("silu",))
     return str(given)
 
 
@@ -195,7 +171,10 @@ _REQUIRED = {
 
 
 def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """The required sizes under their own names; each must be a whole number above 0."""
+    """The sizes by our names: those required, whole and above 0, and the KV heads.
+
+    Without grouped-query attention there are as many KV heads as heads, and often no entry.
+    """
     sizes = {}
     for ours, theirs in _REQUIRED.items():
         if config.get(theirs) is None:
@@ -204,7 +183,8 @@ def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
             )
         require_int(theirs, config[theirs], 1)
         sizes[ours] = config[theirs]
-    return sizes
+    kv_heads = config.get("num_key_value_heads")
+    return sizes | {"num_kv_heads": sizes["num_heads"] if kv_heads is None else kv_heads}
 
 
 def _read_head_dim(config: Mapping[str, Any], architecture: str) -> int:
@@ -234,17 +214,15 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     sizes = _read_sizes(config)
     _refuse_sliding_window(config, sizes["num_layers"])
     bos = _token_ids("bos_token_id", config.get("bos_token_id"))
-    kv_heads = config.get("num_key_value_heads")
     return ModelConfig(
         architecture=architecture,
         **sizes,
-        num_kv_heads=sizes["num_heads"] if kv_heads is None else kv_heads,
         head_dim=_read_head_dim(config, architecture),
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         hidden_act=_read_activation(config),
-        tie_word_embeddings=_switch(config, "tie_word_embeddings"),
-        attention_bias=_switch(config, "attention_bias"),
-        mlp_bias=_switch(config, "mlp_bias") and architecture == "LlamaForCausalLM",
+        tie_word_embeddings=read_switch(config, "tie_word_embeddings"),
+        attention_bias=read_switch(config, "attention_bias"),
+        mlp_bias=read_switch(config, "mlp_bias") and architecture == "LlamaForCausalLM",
         rope=rope_from_hf(config),
         eos_token_ids=_token_ids("eos_token_id", config.get("eos_token_id")),
         bos_token_id=bos[0] if bos else None,

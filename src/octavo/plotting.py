@@ -208,9 +208,11 @@ def _label_lines(axes: Axes, plot: Plot, colors: list[str]) -> None:
 
 
 def _steps(values: list[float]) -> tuple[float, ...]:
-    """Numbers to write within a power of ten: the shorter a logarithmic axis, the more."""
+    """What to multiply powers of ten by for the numbers on a logarithmic axis."""
     span = max(values) / min(values)
-    return (1, 1.5, 2, 3, 5, 7) if span < 6 else (1, 2, 5) if span < 150 else (1,)
+    if span < 6:
+        return (1, 1.5, 2, 3, 5, 7)
+    return (1, 2, 5) if span < 150 else (1,)
 
 
 def _set_axes(axes: Axes, plot: Plot) -> None:

@@ -41,7 +41,8 @@ class TokenCount:
             self._close(self.params[delta.request_id], delta.finished)
 
     def _close(self, params: SamplingParams, answer: CompletionOutput) -> None:
-        ended = params.n if answer.metrics is None else 1  # a refusal speaks for all
+        refused = answer.metrics is None
+        ended = params.n if refused else 1
         self.unfinished -= ended
         self._most += len(answer.token_ids) - ended * (params.max_tokens or 0)
         self._unlimited -= ended * (params.max_tokens is None)
@@ -83,8 +84,11 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
             self._bar.stop()
 
     def set(self, done: float, total: float | None = None) -> None:
-        """Move to `done` (of `total`, if that changed), at most ten times a second."""
-        if self._bar is None or ((now := time.monotonic()) < self._due and done != total):
+        """Move to `done` (of `total`, if that changed): ten times a second, and at the end."""
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        if now < self._due and done != total:
             return
         self._due = now + 0.1
         self._bar.update(self._task, completed=done, total=total)

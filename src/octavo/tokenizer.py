@@ -136,11 +136,7 @@ class Tokenizer:
         Raises `RequestError` if there is no template, or if a message is malformed or refused.
         """
         chat = _check_messages(messages)
-        if not self._hf.chat_template and not template_kwargs.get("chat_template"):
-            raise RequestError(
-                "this model has no chat template (is it a base model?): send a plain prompt with"
-                " `generate`, or pass chat_template='...'"
-            )
+        self._require_template(template_kwargs)
         template_kwargs |= {
             "tokenize": False,
             "add_generation_prompt": add_generation_prompt,
@@ -151,6 +147,13 @@ class Tokenizer:
             raise RequestError(
                 self._explain_failure(error, chat, template_kwargs)
             ) from error
+
+    def _require_template(self, kwargs: dict) -> None:
+        if not self._hf.chat_template and not kwargs.get("chat_template"):
+            raise RequestError(
+                "this model has no chat template (is it a base model?): send a plain prompt with"
+                " `generate`, or pass chat_template='...'"
+            )
 
     def _explain_failure(self, error: Exception, chat: list[dict], kwargs: dict) -> str:
         """Why a chat has no text: the template is broken, or it refused a message."""
@@ -165,7 +168,10 @@ class Tokenizer:
         return f"the chat template refused messages[{index}] (role {role!r}): {error}"
 
     def _template_file(self) -> str:
-        """Where the model's template was read from, such as " in x.jinja"; empty if unknown."""
+        """Where the model's template was read from, such as " in x.jinja"; empty if unknown.
+
+        As `transformers` does, a file of its own goes before an entry in the settings.
+        """
         names = ("chat_template.jinja", "tokenizer_config.json")
         files = [Path(self._hf.name_or_path) / name for name in names]
         known = [file for file in files if self._hf.name_or_path and file.is_file()]

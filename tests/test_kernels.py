@@ -109,6 +109,14 @@ def test_any_number_of_splits_gives_the_same(splits: int, merge_here: bool) -> N
 
 
 @needs_triton
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (8, 1), (16, 1)], ids=str)
+def test_parts_are_merged_in_as_many_rounds_as_it_takes(heads: tuple[int, int]) -> None:
+    """Eleven parts, of which 16, 4, 2 or 1 are asked for at once; and a request of one part."""
+    case = make_case([(1, 170), (1, 9)], heads, 16, 4, FP32)
+    assert_exact(TritonAttention(replace(SMALL, splits=16)), case)
+
+
+@needs_triton
 @pytest.mark.parametrize("tile", [16, 32])
 @pytest.mark.parametrize("block_size", [12, 48])
 def test_tiles_need_not_divide_the_blocks(tile: int, block_size: int) -> None:

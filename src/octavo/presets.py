@@ -38,7 +38,7 @@ class Hardware:
 
 
 _GIB = 2**30
-_SPARSE = "the 1,979 TFLOPS there are with sparsity, half of it is dense"
+_SPARSE = "its TFLOPS for 16 bits are with sparsity, half of it is dense"
 _T4 = (
     "NVIDIA T4 datasheet; bandwidth from product brief PB-09256 (320 GB/s, which is 256 bit "
     "x 10 Gb/s; the datasheet rounds to 300); PCIe 3.0 x16; it has no bfloat16"
